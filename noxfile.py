@@ -1,0 +1,114 @@
+"""Other JAX versions than the one `pip install` brings: `nox` runs all sessions, `nox -s jax072 -- ARGUMENTS` one of them."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import nox
+from nox.command import CommandFailed
+
+ROOT = pathlib.Path(__file__).resolve().parent
+PARITY_TESTS = ("tests/parity", "tests/legacy")
+RECORDINGS = ("adamw_f32", "single_device_f32", "adamw_bf16compute")
+# With these flags the compiler neither fuses nor contracts a multiply and an add; the recordings' `exact/` folders were made so.
+EXACT_XLA_FLAGS = "--xla_disable_hlo_passes=fusion --xla_cpu_max_isa=SSE4_2"
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["jax072", "jax012", "recordings"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.download_python = "never"
+
+
+def python_version(python: str) -> tuple[int, int] | None:
+    """The version of an interpreter, or None where it does not start (a pyenv shim of a version that is not selected, say)."""
+    command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    major, minor = answer.split()
+    return int(major), int(minor)
+
+
+def pyenv_root() -> pathlib.Path | None:
+    if root := os.environ.get("PYENV_ROOT"):
+        return pathlib.Path(root)
+    if pyenv := shutil.which("pyenv"):
+        answer = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False)
+        if answer.returncode == 0:
+            return pathlib.Path(answer.stdout.strip())
+    return None
+
+
+def find_python(*versions: str) -> str | None:
+    """The first of these versions ("3.13") that is there: the one nox runs on, one on PATH, or one that pyenv holds."""
+    root = pyenv_root()
+    for version in versions:
+        wanted = tuple(int(part) for part in version.split("."))
+        candidates = [sys.executable, shutil.which(f"python{version}")]
+        if root is not None:
+            candidates += [str(path) for path in sorted(root.glob(f"versions/{version}.*/bin/python"))]
+        for python in candidates:
+            if python and python_version(python) == wanted:
+                return python
+    return None
+
+
+def run_pytest(session: nox.Session, *requirements: str) -> None:
+    session.install("-e", ".[test]", *requirements)
+    session.run("python", "-c", "import jax, jaxlib, sys; print(sys.version, 'JAX', jax.__version__, 'jaxlib', jaxlib.__version__)")
+    session.run("python", "-m", "pytest", *(session.posargs or PARITY_TESTS))
+
+
+def not_run(session: nox.Session, reason: str) -> None:
+    print(f"\nNOT RUN: {session.name}: {reason}\n", flush=True)
+    session.skip(f"NOT RUN: {reason}")
+
+
+PYTHON_JAX012 = find_python("3.13", "3.12", "3.14")
+PYTHON_RECORDINGS = find_python("3.11", "3.12", "3.13")
+
+
+@nox.session
+def jax072(session: nox.Session) -> None:
+    """The parity tests on JAX 0.7.2, where pmap is still the original; arguments after `--` go to pytest."""
+    run_pytest(session, "jax==0.7.2", "jaxlib==0.7.2")
+
+
+@nox.session(python=PYTHON_JAX012, venv_backend=None if PYTHON_JAX012 else "none")
+def jax012(session: nox.Session) -> None:
+    """The parity tests on JAX 0.12, which needs Python 3.12 or later; arguments after `--` go to pytest."""
+    if PYTHON_JAX012 is None:
+        not_run(session, "no Python >= 3.12 found (tried 3.13, 3.12 and 3.14 on PATH and under pyenv)")
+    run_pytest(session, "jax==0.12.*", "jaxlib==0.12.*")
+
+
+@nox.session(python=PYTHON_RECORDINGS, venv_backend=None if PYTHON_RECORDINGS else "none")
+def recordings(session: nox.Session) -> None:
+    """legacy_pmap against recordings of the original, on the JAX that made them; `-- FOLDER` names the folder of recordings."""
+    if len(session.posargs) > 1:
+        session.error("recordings takes at most one argument, the folder of recordings")
+    traces = pathlib.Path(session.posargs[0]) if session.posargs else ROOT.parent / "shared" / "traces"
+    if not traces.is_dir():
+        if session.posargs:
+            session.error(f"{traces}: no such folder")
+        not_run(session, f"no folder of recordings at {os.path.relpath(traces, ROOT)}; name one with `nox -s recordings -- FOLDER`")
+    if PYTHON_RECORDINGS is None:
+        not_run(session, "JAX 0.4.35 needs Python 3.11, 3.12 or 3.13, and none was found")
+    session.install("jax==0.4.35", "jaxlib==0.4.35", "numpy<2.5", "ml_dtypes", "pytest")
+    # case.json names its rows relative to the folder above the recordings.
+    data = traces.resolve().parent
+    failed = []
+    for name in RECORDINGS:
+        for case, xla_flags in ((name, None), (f"{name}/exact", EXACT_XLA_FLAGS)):
+            command = ["python", "-m", "tests.legacy.replay_recording", str(traces / case), "--data", str(data)]
+            try:
+                session.run(*command, env={"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"})
+            except CommandFailed:
+                failed.append(case)
+    print(f"\nrecordings: {2 * len(RECORDINGS) - len(failed)} passed, {len(failed)} failed", flush=True)
+    if failed:
+        session.error("not reproduced: " + ", ".join(failed))
