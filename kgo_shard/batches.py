@@ -1,0 +1,104 @@
+"""Files + seed -> batches in the original's order.
+
+The stream yields rows as they are stored (bits packed, small integers) with the random draws beside them; the device
+finishes them inside the step (augment.py). `read_batches` is the original's form of the same stream.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from . import augment, layout
+from .config import SYMMETRIES, Config
+from .npz import DataError, load_rows
+
+HISTORY_STOP = 0.98  # a draw at or above it ends the history at that move
+VALIDATION_SEED = 999983
+
+
+def find_files(folder: str | Path) -> list[Path]:
+    """The npz files of a data folder: `*.npz`, else the names in `index.json`, else `**/*.npz`; sorted."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    files = sorted(folder.glob("*.npz"))
+    if not files and (folder / "index.json").is_file():
+        files = sorted(path for path in _index_paths(folder) if path.suffix == ".npz" and path.is_file())
+    return files or sorted(folder.glob("**/*.npz"))
+
+
+def _index_paths(folder: Path) -> Iterator[Path]:
+    index = folder / "index.json"
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{index}: expected {{"files": [...]}} ({type(error).__name__}: {error})') from None
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict):
+            entry = next((entry[key] for key in ("name", "path", "file", "filename") if key in entry), None)
+        if isinstance(entry, str):
+            yield folder / entry  # an absolute entry replaces the folder
+
+
+def epoch_files(files: Sequence[Path], seed: int) -> list[Path]:
+    """The files of one epoch in training order; `seed` is the run's seed plus the step at which the epoch starts."""
+    files = sorted(files)
+    np.random.default_rng(seed).shuffle(files)
+    return files
+
+
+def read_packed_batches(files: Sequence[str | Path], config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of B consecutive rows of each file, in the order given; a file's remainder is dropped.
+
+    Each batch is a dict of the six arrays in their stored dtypes (see `npz.load_rows`) and, where enabled,
+    `historyInclude` (B, 5) float32 and `symmetry` (B,) int32. Raises DataError where no file holds B rows.
+    """
+    rand = np.random.default_rng(seed)
+    images = SYMMETRIES[config.symmetry_type]
+    num_read = config.batch_size // 8 if config.symmetry_type == "all" else config.batch_size
+    largest = (0, None)
+    for path in files:
+        rows = load_rows(path, config.pos_len)
+        num_rows = len(rows[layout.TARGETS])
+        largest = max(largest, (num_rows, str(path)), key=lambda entry: entry[0])
+        for start in range(0, num_rows - num_read + 1, num_read):
+            batch = {key: value[start : start + num_read] for key, value in rows.items()}
+            if config.enable_history_matrices:
+                batch[layout.HISTORY] = draw_history(rand, num_read)
+            if config.symmetry_type == "all":
+                batch = {key: np.concatenate([value] * 8) for key, value in batch.items()}
+                batch[layout.SYMMETRY] = np.repeat(np.arange(8, dtype=np.int32), num_read)
+            elif images:
+                image = images[rand.integers(0, len(images))]
+                batch[layout.SYMMETRY] = np.full(num_read, image, np.int32)
+            yield batch
+    if largest[0] < num_read:
+        raise DataError(
+            f"no file holds the {num_read} rows of a batch (largest: {largest[1]} with {largest[0]} rows): "
+            "use a smaller --batch-size or larger files"
+        )
+
+
+def draw_history(rand: np.random.Generator, num_rows: int) -> np.ndarray:
+    """(num_rows, 5) float32: 1 for each of the last five moves that the row keeps."""
+    stop = rand.random((num_rows, layout.NUM_HISTORY)) >= HISTORY_STOP
+    return (np.cumsum(stop, axis=1, dtype=np.float32) <= 0.1).astype(np.float32)
+
+
+def read_batches(files: Sequence[str | Path], config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """The same stream as the original hands it to the device: six float32 host arrays, unpacked and augmented."""
+    expand = jax.jit(augment.expand, static_argnames="pos_len")
+    for batch in read_packed_batches(files, config, seed):
+        yield {key: np.array(value) for key, value in expand(batch, pos_len=config.pos_len).items()}
+
+
+def read_validation(files: Sequence[Path], config: Config, total_samples: int) -> Iterator[dict[str, np.ndarray]]:
+    """The batches of one validation after `total_samples` training rows: no symmetry, history as in training."""
+    unrotated = config.replace(symmetry_type="none")
+    for index, batch in enumerate(read_packed_batches(files, unrotated, config.seed + total_samples + VALIDATION_SEED)):
+        if config.max_val_batches and index == config.max_val_batches:
+            return
+        yield batch

@@ -1,0 +1,167 @@
+"""The original's `checkpoint_jax.pkl`: read without running code from it, written without ever leaving half a file."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import convert
+from .config import Config
+from .loss import MovingStatistics
+from .mesh import make_mesh, put_state
+from .optim import AdamState
+from .state import Learned, TrainState, init_ema, learned_shapes, to_host
+
+FILE_NAME = "checkpoint_jax.pkl"
+
+# Everything that a checkpoint of arrays and plain values needs to be rebuilt, under both of NumPy's module spellings.
+ALLOWED = {
+    (module, name)
+    for core in ("numpy.core", "numpy._core")
+    for module, name in ((f"{core}.multiarray", "_reconstruct"), (f"{core}.multiarray", "scalar"), (f"{core}.numeric", "_frombuffer"))
+} | {
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("ml_dtypes", "bfloat16"),
+    ("ml_dtypes._ml_dtypes_ext", "bfloat16"),
+    ("collections", "OrderedDict"),
+    ("_codecs", "encode"),  # how protocol 2 writes bytes
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file, the thing and the remedy."""
+
+
+class ArrayUnpickler(pickle.Unpickler):
+    """Rebuilds arrays and plain containers; anything else that a pickle asks for is refused by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise CheckpointError(f"it asks for {module}.{name}, which is not an array or a plain container: not loaded")
+        return super().find_class(module, name)
+
+
+def read_pickle(path: str | Path) -> dict[str, Any]:
+    """The pickled dict of a checkpoint. Raises CheckpointError; never runs what the file asks for."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            content = ArrayUnpickler(file).load()
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}): it is truncated or damaged") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a dict with params, opt_state and meta")
+    for key in ("params", "opt_state", "meta"):
+        if not isinstance(content.get(key), dict):
+            raise CheckpointError(f"{path}: key {key} is missing or not a dict: this is not a checkpoint of this trainer")
+    return content
+
+
+def load_checkpoint(path: str | Path, config: Config) -> TrainState:
+    """The state of a `checkpoint_jax.pkl` (or of the folder that holds one), on the devices.
+
+    Raises CheckpointError naming both values where the file's model, board, optimizer or block layout is another, and
+    the leaf where one is missing, extra or of another shape. A moving average that is asked for but absent starts from
+    the parameters.
+    """
+    path = Path(path)
+    path = path / FILE_NAME if path.is_dir() else path
+    content = read_pickle(path)
+    meta = content["meta"]
+    check_meta(path, meta, config)
+    like = learned_shapes(config)
+    for key in ("m", "v"):
+        if not isinstance(content["opt_state"].get(key), dict):
+            raise CheckpointError(f"{path}: key opt_state/{key} is missing: this is not a checkpoint of this trainer")
+    net = take(path, "params", content["params"], like.net)
+    opt_state = AdamState(*(take(path, f"opt_state/{key}", content["opt_state"][key], getattr(like.opt_state, key)) for key in ("m", "v")))
+    ema = None
+    if config.ema_decay > 0:
+        saved = content.get("ema_params")
+        ema = init_ema(net) if saved is None else take(path, "ema_params", saved, like.ema)
+    try:
+        statistics = MovingStatistics(np.float32(meta["moving_sum"]), np.float32(meta["moving_weight"]))
+        step, samples = int(meta["step"]), int(meta["samples"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers ({error!r})") from None
+    learned = Learned(net, opt_state, ema, statistics)
+    return TrainState(put_state(make_mesh(config), learned), step, samples)
+
+
+def take(path: Path, kind: str, tree, like):
+    """The leaves of one saved tree as `like`, in its dtypes; CheckpointError naming the leaf."""
+    try:
+        net = convert.from_named(like, convert.flatten(tree))
+    except convert.ConvertError as error:
+        raise CheckpointError(f"{path}: {kind}: {error}") from None
+    except (AttributeError, TypeError):
+        raise CheckpointError(f"{path}: {kind} holds something that is not an array") from None
+    return jax.tree.map(lambda leaf, shape: np.asarray(leaf, shape.dtype), net, like)
+
+
+def check_meta(path: Path, meta: dict[str, Any], config: Config):
+    """Refuse another model, board, optimizer or layout, naming both values."""
+    wanted = {
+        "model_config": config.model.to_meta(),
+        "pos_len": config.pos_len,
+        "optimizer": config.optimizer,
+        "muon_target": config.muon_target,
+        "stack_blocks": config.stack_blocks,
+        "fuse_projections": config.projections_fused,
+        "int8_train": config.int8_train,
+    }
+    # Absent in files of early versions of the original, which had no such choice.
+    assumed = {"muon_target": config.muon_target, "stack_blocks": False, "fuse_projections": False, "int8_train": False}
+    for key, value in wanted.items():
+        saved = meta.get(key, assumed.get(key))
+        if saved != value:
+            raise CheckpointError(f"{path}: written with {key} {saved}, but the run has {value}: change the option or start with --no-resume")
+
+
+def save_checkpoint(path: str | Path, state: TrainState, config: Config):
+    """Write the original's file: first beside it as `.tmp`, then renamed, so the old one survives until the new is whole."""
+    path = Path(path)
+    flat = to_host(state)
+
+    def tree(kind):
+        return convert.nest({name.removeprefix(kind): leaf for name, leaf in flat.items() if name.startswith(kind)})
+
+    content = {"params": tree("params/"), "opt_state": {"m": tree("opt_state/m/"), "v": tree("opt_state/v/")}, "meta": to_meta(flat, config)}
+    if state.learned.ema is not None:
+        content["ema_params"] = tree("ema_params/")
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        pickle.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def to_meta(flat: dict[str, np.ndarray], config: Config) -> dict[str, Any]:
+    """The original's `meta`, key by key."""
+    devices = make_mesh(config).size
+    copied = (
+        "optimizer muon_lr_multiplier muon_momentum muon_row_split_size muon_target muon_polar_steps muon_group_blocks muon_split_jit"
+        " loss_profile score_mode log_step_time ema_decay data_parallel attention_impl activation_dtype param_dtype opt_state_dtype"
+        " opt_update_dtype rope_dtype ffn_mul_dtype attention_logits_dtype int8_train int8_target int8_fwd_bits int8_bwd_bits"
+        " donate_train_buffers stack_blocks scan_blocks remat_blocks pos_len"
+    ).split()
+    return {name: getattr(config, name) for name in copied} | {
+        "step": int(flat["step"]),
+        "samples": int(flat["samples"]),
+        "model_config": config.model.to_meta(),
+        "moving_sum": float(flat["moving_sum"]),
+        "moving_weight": float(flat["moving_weight"]),
+        "ema_dtype": "float32",
+        "data_parallel_devices": devices,
+        "per_device_batch": config.batch_size // devices,
+        "fuse_projections": config.projections_fused,
+    }

@@ -1,0 +1,82 @@
+"""One npz file -> validated host arrays, or an error that names the file, the key and the row."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from . import layout
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on; the message names file, key and row, and what to do."""
+
+
+def load_rows(path: str | Path, pos_len: int) -> dict[str, np.ndarray]:
+    """Read one file of self-play rows.
+
+    Returns the six arrays that training reads, in their stored dtypes, rows first: the planes packed
+    (`binaryInputNCHWPacked`) or not (`binaryInputNCHW`), whichever the file has, and only the two policy rows in use. Raises DataError.
+    """
+    path = Path(path)
+    arrays = _read(path)
+    shapes = layout.row_shapes(pos_len)
+    planes_key = layout.PACKED if layout.PACKED in arrays else layout.PLANES
+    if "pos_len" in arrays and int(arrays["pos_len"]) != pos_len:
+        raise DataError(f"{path}: the file says pos_len {int(arrays['pos_len'])} but the run says {pos_len}: change --pos-len")
+    wanted = [planes_key, layout.GLOBALS, layout.POLICY, layout.TARGETS, layout.SCORES, layout.VALUES]
+    rows = {}
+    for key in wanted:
+        if key not in arrays:
+            either = f" (nor {layout.PACKED})" if key == layout.PLANES else ""
+            raise DataError(f"{path}: key {key}{either} is missing: write the file again or take it out of the folder")
+        rows[key] = _checked(path, key, arrays[key], shapes[key])
+    counts = {key: len(value) for key, value in rows.items()}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"{path}: arrays differ in their number of rows: {counts}")
+    _check_policy(path, rows[layout.POLICY])
+    return rows
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            keys = set(layout.row_shapes(2)) | {"pos_len"}
+            return {key: file[key] for key in file.files if key in keys}
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    # What NumPy and zipfile raise for damaged files, and for object arrays, which are never unpickled.
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read as an npz file ({error}): it is damaged or not an npz; replace it") from None
+
+
+def _checked(path: Path, key: str, array: np.ndarray, row_shape: tuple[int, ...]) -> np.ndarray:
+    """`array` without the policy rows that are not used; its shape and values checked."""
+    if key == layout.POLICY and array.ndim == 3:
+        array = array[:, : layout.NUM_POLICY_TARGETS]
+    if key == layout.TARGETS and array.ndim == 2 and array.shape[1] > row_shape[0]:
+        row_shape = array.shape[1:]  # upstream writes more columns than are read
+    if array.shape[1:] != row_shape or array.ndim != len(row_shape) + 1:
+        expected = ", ".join(map(str, ("N", *row_shape)))
+        raise DataError(f"{path}: key {key} has shape {array.shape}, expected ({expected}): is --pos-len right?")
+    if key == layout.PACKED and array.dtype != np.uint8:
+        raise DataError(f"{path}: key {key} has dtype {array.dtype}, expected uint8")
+    if not (np.issubdtype(array.dtype, np.number) or array.dtype == bool) or np.issubdtype(array.dtype, np.complexfloating):
+        raise DataError(f"{path}: key {key} has dtype {array.dtype}, expected numbers")
+    if np.issubdtype(array.dtype, np.floating):
+        bad = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+        if bad.size:
+            raise DataError(f"{path}: key {key} row {bad[0]} is not finite ({bad.size} such rows): remove them")
+    return array
+
+
+def _check_policy(path: Path, policy: np.ndarray):
+    """Refuse a row whose visit counts sum to nothing: dividing by the sum makes it NaN and ruins the whole step."""
+    total = policy.sum(axis=-1, dtype=np.float64)
+    bad = np.argwhere((total <= 0) | (policy.min(axis=-1) < 0))
+    if len(bad):
+        row, which = bad[0]
+        raise DataError(
+            f"{path}: key {layout.POLICY} row {row} policy {which} is all zero or negative ({len(bad)} such rows): remove them"
+        )

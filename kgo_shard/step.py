@@ -1,0 +1,221 @@
+"""One optimizer step, read top to bottom, and the compiled functions made from it.
+
+`train_on_batch` is the whole step as each device runs it, inside `shard_map` over the mesh with `check_vma=True`: the
+type system proves that everything which leaves it as replicated is replicated.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from . import augment, convert, layout, loss, mesh, optim, reduce
+from .config import Config
+from .loss import MovingStatistics, Terms
+from .mesh import make_mesh
+from .model import Net, Tables, make_tables
+from .optim import Schedule
+from .state import Learned, TrainState
+
+Batch = dict[str, np.ndarray]
+
+
+class Stages(NamedTuple):
+    """What one step computes on its way, in order. `_local` values are each device's own."""
+
+    batch_local: dict[str, Array]
+    terms_local: Terms
+    gradients_local: Net
+    gradients: Net
+    norm: Float[Array, ""]
+    clipped: Net
+    terms: Terms
+
+
+def train_on_batch(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables) -> tuple[Learned, Stages]:
+    """One step on one device's rows: objective, gradient, reduction, clip, optimizer, moving averages."""
+    batch_local = augment.expand(rows, config.pos_len)
+    seki_weight, statistics_local = weigh_seki(learned.statistics, batch_local, config)
+    gradients_local, terms_local = local_gradient(learned.net, batch_local, seki_weight, tables)
+    gradients = reduce.mean_gradients(gradients_local)
+    terms = reduce.sum_terms(terms_local)
+    statistics = reduce.mean_statistics(statistics_local)
+    norm = optim.global_norm(gradients) if config.needs_grad_norm else jnp.float32(0)
+    clipped = optim.clip(gradients, norm, config.grad_clip_norm) if config.grad_clip_norm > 0 else gradients
+    learned = update(learned, clipped, statistics, schedule, config)
+    return learned, Stages(batch_local, terms_local, gradients_local, gradients, norm, clipped, terms)
+
+
+def weigh_seki(statistics: MovingStatistics, batch_local: dict[str, Array], config: Config):
+    """The seki weight, and the statistics moved by these rows.
+
+    objective="replica": from the device's own rows, as the original does, although the statistics are averaged over
+    the devices afterwards. "global": from the whole batch, so that D devices have the single device's gradient.
+    """
+    unowned_local = loss.unowned_share(batch_local)
+    if config.objective == "global":
+        unowned_local = reduce.to_local(reduce.mean_unowned(unowned_local))
+    statistics_local = loss.update_statistics(reduce.to_local(statistics), unowned_local)
+    return loss.seki_weight(statistics_local), statistics_local
+
+
+def local_gradient(net: Net, batch_local: dict[str, Array], seki_weight, tables: Tables) -> tuple[Net, Terms]:
+    """The gradient of the device's own loss: nothing is reduced before or inside it."""
+
+    def objective(net_local):
+        outputs = net_local(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
+        terms_local = loss.compute_terms(outputs, batch_local, seki_weight, tables)
+        return terms_local.loss, terms_local
+
+    return jax.grad(objective, has_aux=True)(reduce.to_local(net))
+
+
+def update(learned: Learned, gradients: Net, statistics: MovingStatistics, schedule: Schedule, config: Config) -> Learned:
+    """Optimizer, then the moving average of the new parameters."""
+    optimizer = optim.make_optimizer(config)
+    direction, opt_state = optimizer.update(gradients, learned.opt_state, learned.net, count=schedule.count)
+    net = optim.apply_direction(learned.net, direction, schedule, config.precision)
+    ema = None if learned.ema is None else optim.update_ema(learned.ema, net, config.ema_decay)
+    return Learned(net, opt_state, ema, statistics)
+
+
+def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables):
+    """K steps, scanned over the leading axis of rows and schedule; terms and gradient norms are summed."""
+
+    def one(carry, inputs):
+        learned, total, total_norm = carry
+        learned, stages = train_on_batch(learned, *inputs, config, tables)
+        return (learned, jnp.stack(stages.terms) + total, stages.norm + total_norm), None
+
+    start = learned, jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
+    (learned, total, total_norm), _ = jax.lax.scan(one, start, (rows, schedule))
+    return learned, (Terms(*total), total_norm)
+
+
+def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:
+    """The terms of one batch with the constant seki weight of evaluation; statistics stay as they are."""
+    batch_local = augment.expand(rows, config.pos_len)
+    outputs = reduce.to_local(net)(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
+    weight = jnp.float32(loss.EVALUATION_SEKI_WEIGHT)
+    return reduce.sum_terms(loss.compute_terms(outputs, batch_local, weight, tables))
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, float]]]:
+    """step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call.
+
+    Metrics are summed over the K steps, with `grad_norm`; `lr` is the last step's. Each K compiles once.
+    """
+    tables = make_tables(config.model)
+
+    def body(learned, rows, schedule):
+        return train_on_batches(learned, rows, schedule, config, tables)
+
+    donated = (0,) if config.donate_train_buffers else ()
+    device_mesh = make_mesh(config)
+    compiled = jax.jit(
+        mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "result")), donate_argnums=donated
+    )
+
+    def step(state, batches):
+        check_batches(batches, config)
+        schedule = optim.make_schedule(config, state.step, len(batches))
+        rows = mesh.put_batches(device_mesh, batches)
+        learned, (terms, norm) = compiled(state.learned, rows, mesh.put(device_mesh, schedule, "schedule"))
+        state = TrainState(learned, state.step + len(batches), state.samples + len(batches) * config.batch_size)
+        return state, to_metrics(terms) | {"grad_norm": float(norm), "lr": float(schedule.learning_rate[-1])}
+
+    return step
+
+
+def make_eval_step(config: Config) -> Callable[[TrainState, Batch], dict[str, float]]:
+    """evaluate(state, batch) -> metrics, with the live parameters (not the moving average)."""
+    tables = make_tables(config.model)
+
+    def body(net, rows):
+        return evaluate_batch(net, first_batch(rows), config, tables)
+
+    device_mesh = make_mesh(config)
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "batch"), outputs="result"))
+
+    def evaluate(state, batch):
+        check_batches([batch], config)
+        return to_metrics(compiled(state.learned.net, mesh.put_batches(device_mesh, [batch])))
+
+    return evaluate
+
+
+def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """gradient(state, batch) -> (reduced gradients before clipping under their original names, metrics)."""
+    probe = make_probe(config)
+
+    def gradient(state, batch):
+        _, stages = probe(state, batch)
+        gradients = {name: np.asarray(leaf) for name, leaf in convert.to_named(stages.gradients).items()}
+        return gradients, to_metrics(stages.terms)
+
+    return gradient
+
+
+def make_probe(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Stages]]:
+    """probe(state, batch) -> (state, stages): one step that also returns everything it computed on its way.
+
+    `_local` leaves have a leading axis of devices. The body is the train step's own.
+    """
+    tables = make_tables(config.model)
+
+    def body(learned, rows, schedule):
+        rows, schedule = first_batch(rows), jax.tree.map(lambda x: x[0], schedule)
+        learned, stages = train_on_batch(learned, rows, schedule, config, tables)
+        local, reduced = stages[:3], stages[3:]
+        return learned, jax.tree.map(lambda x: x[None], local), reduced
+
+    device_mesh = make_mesh(config)
+    compiled = jax.jit(
+        mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "local", "result"))
+    )
+
+    def probe(state, batch):
+        check_batches([batch], config)
+        schedule = mesh.put(device_mesh, optim.make_schedule(config, state.step, 1), "schedule")
+        learned, local, reduced = compiled(state.learned, mesh.put_batches(device_mesh, [batch]), schedule)
+        return TrainState(learned, state.step + 1, state.samples + config.batch_size), jax.device_get(Stages(*local, *reduced))
+
+    return probe
+
+
+def head_outputs(state: TrainState, batch: Batch, config: Config) -> dict[str, np.ndarray]:
+    """The head outputs of one batch, (B, ...) float32, under the original's names."""
+    tables = make_tables(config.model)
+
+    def body(net, rows):
+        rows = augment.expand(first_batch(rows), config.pos_len)
+        return reduce.to_local(net)(rows[layout.PLANES], rows[layout.GLOBALS], tables)
+
+    device_mesh = make_mesh(config)
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "batch"), outputs="local"))
+    outputs = jax.device_get(compiled(state.learned.net, mesh.put_batches(device_mesh, [batch])))
+    legacy = {"more_misc": "moremisc", "future": "futurepos", "score_belief": "scorebelief"}
+    return {legacy.get(name, name): value for name, value in outputs._asdict().items()}
+
+
+def first_batch(rows: dict[str, Array]) -> dict[str, Array]:
+    """The only batch of a stack of one."""
+    return {key: value[0] for key, value in rows.items()}
+
+
+def to_metrics(terms: Terms) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(terms)._asdict().items()}
+
+
+def check_batches(batches: Sequence[Batch], config: Config):
+    """Refuse a batch that is not B whole rows of the run's board: ValueError naming the array."""
+    shapes = layout.row_shapes(config.pos_len)
+    for index, batch in enumerate(batches):
+        for key, value in batch.items():
+            expected = (config.batch_size, *shapes.get(key, value.shape[1:]))
+            narrower = key == layout.TARGETS and value.shape[:1] == expected[:1] and value.shape[1] >= expected[1]
+            if value.shape != expected and not narrower:
+                raise ValueError(f"batch {index}: {key} has shape {value.shape}, expected {expected} (batch_size, pos_len)")

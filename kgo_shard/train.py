@@ -1,0 +1,154 @@
+"""The host loop: batch, step, log, validate, save."""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from . import checkpoint
+from .batches import epoch_files, find_files, read_packed_batches, read_validation
+from .config import Config, ConfigError, ModelConfig, add_options, from_arguments
+from .layout import NUM_GLOBALS, NUM_PLANES
+from .npz import DataError
+from .state import TrainState, init_state
+from .step import Batch, make_eval_step, make_train_step
+
+SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
+
+
+def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
+    """Train until `max_training_samples`, resuming from the run folder's checkpoint; the original's loop and log lines.
+
+    Raises ConfigError, DataError or CheckpointError before anything is written.
+    """
+    for name in ("traindir", "datadir"):
+        if getattr(config, name) is None:
+            raise ConfigError(f"{name} is missing: give --{name} DIR")
+    train_files = found(Path(config.datadir) / "train")
+    val_files = find_files(Path(config.datadir) / "val") if (Path(config.datadir) / "val").is_dir() else []
+    path = Path(config.traindir) / checkpoint.FILE_NAME
+    state = start(path, config, log)
+    step, evaluate = make_train_step(config), make_eval_step(config)
+    batches = endless_batches(train_files, config, lambda: state.step)
+    window = Window(state.step)
+    save_mark, val_mark = state.samples, state.samples
+    while state.samples < config.max_training_samples:
+        left = -(-(config.max_training_samples - state.samples) // config.batch_size)
+        chunk = list(itertools.islice(batches, min(config.steps_per_jit, left)))
+        state, metrics = step(state, chunk)
+        window.add(metrics)
+        if state.step - window.start_step >= config.print_every:
+            log(window.line(state, config))
+            window = Window(state.step)
+        done = state.samples >= config.max_training_samples
+        if (done and not config.val_every_samples) or (config.val_every_samples and state.samples - val_mark >= config.val_every_samples):
+            val_mark = state.samples
+            if val_files:
+                log(validate(evaluate, state, val_files, config))
+        if config.save_every_samples and state.samples - save_mark >= config.save_every_samples:
+            save_mark = state.samples
+            save(path, state, config)
+    if not config.no_final_save and save_mark != state.samples:
+        save(path, state, config)
+    return state
+
+
+def found(folder: Path) -> list[Path]:
+    files = find_files(folder)
+    if not files:
+        raise DataError(f"{folder}: holds no npz files (*.npz, index.json or deeper folders)")
+    return files
+
+
+def start(path: Path, config: Config, log: Callable[[str], None]) -> TrainState:
+    """The checkpoint's state, where there is one and the run wants it, else a fresh one."""
+    if path.exists() and not config.no_resume:
+        state = checkpoint.load_checkpoint(path, config)
+        log(f"resumed from {path}: step {state.step}, {state.samples} samples")
+        return state
+    return init_state(config)
+
+
+def save(path: Path, state: TrainState, config: Config):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.save_checkpoint(path, state, config)
+
+
+def endless_batches(files: Sequence[Path], config: Config, current_step: Callable[[], int]) -> Iterator[Batch]:
+    """Epoch after epoch; an epoch's order and draws come from the seed plus the step at which it starts."""
+    while True:
+        seed = config.seed + current_step()
+        yield from read_packed_batches(epoch_files(files, seed), config, seed)
+
+
+class Window:
+    """Sums of the metrics since the last log line."""
+
+    def __init__(self, start_step: int):
+        self.start_step = start_step
+        self.start_time = time.perf_counter()
+        self.sums: dict[str, np.float32] = {}
+        self.learning_rate = 0.0
+
+    def add(self, metrics: dict[str, float]):
+        self.learning_rate = metrics["lr"]
+        for name, value in metrics.items():
+            self.sums[name] = self.sums.get(name, np.float32(0)) + np.float32(value)
+
+    def line(self, state: TrainState, config: Config) -> str:
+        """The original's log line: loss and norm are means over the window's steps, the other terms means over weight."""
+        steps = state.step - self.start_step
+        seconds = max(time.perf_counter() - self.start_time, 1e-9)
+        rate = steps * config.batch_size / seconds
+        tflops = rate * training_flops(config.model) / 1e12
+        norm = f"{self.sums['grad_norm'] / steps:.3f}" if config.needs_grad_norm else "off"
+        return (
+            f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={self.learning_rate:.2e}, wd={config.wd:.4f}, "
+            f"loss={self.sums['loss'] / steps:.4f}, {shown(self.sums)}, grad_norm={norm}, "
+            f"sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={100 * tflops / config.xla_peak_tflops if config.xla_peak_tflops else 0:.2f}%"
+        )
+
+
+def shown(sums: dict[str, np.float32]) -> str:
+    return ", ".join(f"{name}={sums[name] / sums['wsum']:.4f}" for name in SHOWN_TERMS)
+
+
+def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config) -> str:
+    """The original's validation line: loss is the mean over batches, terms are float32 sums over the sum of weights."""
+    sums: dict[str, np.float32] = {}
+    count = 0
+    for batch in read_validation(files, config, state.samples):
+        count += 1
+        for name, value in evaluate(state, batch).items():
+            sums[name] = sums.get(name, np.float32(0)) + np.float32(value)
+    return f"  VAL [{state.samples} samples]: loss={sums['loss'] / count:.4f}, {shown(sums)}"
+
+
+def training_flops(model: ModelConfig) -> int:
+    """Floating-point operations a sample, forward and backward: three times the forward's matrix products."""
+    area, channels, ffn = model.num_points, model.hidden_size, model.ffn_dim
+    blocks = model.num_layers * (8 * area * channels**2 + 4 * area**2 * channels + 6 * area * channels * ffn)
+    stem = 2 * NUM_PLANES * 9 * channels * area + 2 * NUM_GLOBALS * channels
+    heads = 12 * area * channels + 12 * channels + 58 * area * channels + 2 * channels * model.num_score_buckets
+    return 3 * (blocks + stem + heads)
+
+
+def make_parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Train with the original's command line.")
+    add_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`kgo-shard train`: 0 when trained, 2 with one line on what is wrong."""
+    arguments = make_parser("kgo-shard train").parse_args(argv)
+    try:
+        train(from_arguments(arguments), log=lambda line: print(line, flush=True))
+    except (ConfigError, DataError, checkpoint.CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
