@@ -155,6 +155,7 @@ class Predictions(NamedTuple):
     variance_time: Float[Array, " b"]
     value_error: Float[Array, " b"]  # of the short-term value
     score_error: Float[Array, " b"]  # of the short-term score
+    score_chances: Float[Array, "b S"]  # one array for all terms that use it: where cotangents meet decides last bits
 
 
 def make_predictions(outputs: Outputs) -> Predictions:
@@ -168,6 +169,7 @@ def make_predictions(outputs: Outputs) -> Predictions:
         variance_time=40 * jax.nn.softplus(misc[:, 3]),
         value_error=0.25 * jax.nn.softplus(more[:, 0] / 2) ** 2,
         score_error=150 * jax.nn.softplus(more[:, 1] / 2) ** 2,
+        score_chances=jnp.exp(outputs.score_belief),
     )
 
 
@@ -275,8 +277,8 @@ def score_mean_loss(p: Predictions, t: Targets):
     return 0.0015 * jnp.sum(t.g * t.column(Column.ownership_weight) * error)
 
 
-def score_cdf_loss(outputs: Outputs, t: Targets):
-    difference = jnp.cumsum(jnp.exp(outputs.score_belief), axis=-1) - jnp.cumsum(t.scores / 100, axis=-1)
+def score_cdf_loss(p: Predictions, t: Targets):
+    difference = jnp.cumsum(p.score_chances, axis=-1) - jnp.cumsum(t.scores / 100, axis=-1)
     return 0.020 * jnp.sum(t.g * t.column(Column.ownership_weight) * jnp.sum(difference * difference, axis=-1))
 
 
@@ -285,11 +287,10 @@ def score_pdf_loss(outputs: Outputs, t: Targets):
     return 0.020 * jnp.sum(t.g * t.column(Column.ownership_weight) * ce)
 
 
-def score_stdev_loss(outputs: Outputs, p: Predictions, t: Targets, score_offsets):
+def score_stdev_loss(p: Predictions, t: Targets, score_offsets):
     """The predicted standard deviation against that of the predicted distribution."""
-    belief = jnp.exp(outputs.score_belief)
-    mean = jnp.sum(belief * score_offsets, axis=-1, keepdims=True)
-    variance = jnp.sum(belief * (score_offsets - mean) ** 2, axis=-1)
+    mean = jnp.sum(p.score_chances * score_offsets, axis=-1, keepdims=True)
+    variance = jnp.sum(p.score_chances * (score_offsets - mean) ** 2, axis=-1)
     return 0.001 * jnp.sum(t.g * huber(p.score_stdev, jnp.sqrt(0.001 + variance), 10.0))
 
 
@@ -341,9 +342,9 @@ def compute_terms(outputs: Outputs, batch: dict[str, Array], k: Float[Array, ""]
         fploss=future_loss(outputs, t),
         skloss=seki_loss(outputs, t, k),
         smloss=score_mean_loss(p, t),
-        sbcdfloss=score_cdf_loss(outputs, t),
+        sbcdfloss=score_cdf_loss(p, t),
         sbpdfloss=score_pdf_loss(outputs, t),
-        sdregloss=score_stdev_loss(outputs, p, t, tables.score_offsets),
+        sdregloss=score_stdev_loss(p, t, tables.score_offsets),
         leadloss=lead_loss(p, t),
         vtimeloss=variance_time_loss(p, t),
         evstloss=value_error_loss(p, t),

@@ -31,9 +31,10 @@ class Tables(NamedTuple):
 
 
 def make_tables(config: ModelConfig) -> Tables:
-    """Rotary angles [row * f, column * f] with f = 100^(-(0, 2, 4, ...) / (D/2)), and the score of every bucket."""
+    """Rotary angles [row * f, column * f] with f = 1 / 100^((0, 2, 4, ...) / (D/2)), and the score of every bucket."""
     half = config.head_size // 2
-    frequencies = jnp.power(ROTARY_THETA, -jnp.arange(0, half, 2, dtype=jnp.float32) / half)
+    # A reciprocal, not a negative exponent: the two differ in the last bit of the sines.
+    frequencies = 1.0 / ROTARY_THETA ** (jnp.arange(0, half, 2, dtype=jnp.float32) / half)
     edge = jnp.arange(config.pos_len, dtype=jnp.float32)
     row, column = (x.reshape(-1, 1) for x in jnp.meshgrid(edge, edge, indexing="ij"))
     angles = jnp.concatenate([row * frequencies, column * frequencies], axis=-1)

@@ -42,7 +42,7 @@ def learning_rate(config: Config, step: int) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def make_schedule(config: Config, step: int, num_steps: int) -> Schedule:

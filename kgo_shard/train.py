@@ -33,28 +33,34 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     path = Path(config.traindir) / checkpoint.FILE_NAME
     state = start(path, config, log)
     step, evaluate = make_train_step(config), make_eval_step(config)
-    batches = endless_batches(train_files, config, lambda: state.step)
     window = Window(state.step)
-    save_mark, val_mark = state.samples, state.samples
-    while state.samples < config.max_training_samples:
-        left = -(-(config.max_training_samples - state.samples) // config.batch_size)
-        chunk = list(itertools.islice(batches, min(config.steps_per_jit, left)))
+    save_marks = Marks(config.save_every_samples, state.samples)
+    val_marks = Marks(config.val_every_samples, state.samples)
+    for chunk in training_chunks(train_files, config, lambda: state):
         state, metrics = step(state, chunk)
         window.add(metrics)
+        done = state.samples >= config.max_training_samples
         if state.step - window.start_step >= config.print_every:
             log(window.line(state, config))
             window = Window(state.step)
-        done = state.samples >= config.max_training_samples
-        if (done and not config.val_every_samples) or (config.val_every_samples and state.samples - val_mark >= config.val_every_samples):
-            val_mark = state.samples
-            if val_files:
-                log(validate(evaluate, state, val_files, config))
-        if config.save_every_samples and state.samples - save_mark >= config.save_every_samples:
-            save_mark = state.samples
+        if val_files and val_marks.reached(state.samples, done):
+            log(validate(evaluate, state, val_files, config))
+        if save_marks.reached(state.samples, done and not config.no_final_save):
             save(path, state, config)
-    if not config.no_final_save and save_mark != state.samples:
-        save(path, state, config)
     return state
+
+
+class Marks:
+    """When to save or validate: whenever `every` more samples are done (0: never), and at the end."""
+
+    def __init__(self, every: int, samples: int):
+        self.every, self.next = every, samples + every
+
+    def reached(self, samples: int, at_end: bool) -> bool:
+        passed = bool(self.every) and samples >= self.next
+        if passed:  # one call of K steps may pass several marks
+            self.next += self.every * ((samples - self.next) // self.every + 1)
+        return passed or at_end
 
 
 def found(folder: Path) -> list[Path]:
@@ -78,11 +84,20 @@ def save(path: Path, state: TrainState, config: Config):
     checkpoint.save_checkpoint(path, state, config)
 
 
-def endless_batches(files: Sequence[Path], config: Config, current_step: Callable[[], int]) -> Iterator[Batch]:
-    """Epoch after epoch; an epoch's order and draws come from the seed plus the step at which it starts."""
-    while True:
-        seed = config.seed + current_step()
-        yield from read_packed_batches(epoch_files(files, seed), config, seed)
+def training_chunks(files: Sequence[Path], config: Config, current: Callable[[], TrainState]) -> Iterator[list[Batch]]:
+    """The batches of a run, `steps_per_jit` at a time, until `max_training_samples`; an epoch's last chunk may be shorter.
+
+    An epoch's file order and draws come from the seed plus the step at which it starts, which is asked of `current`.
+    """
+    while current().samples < config.max_training_samples:
+        seed = config.seed + current().step
+        batches = read_packed_batches(epoch_files(files, seed), config, seed)
+        while chunk := list(itertools.islice(batches, min(config.steps_per_jit, steps_left(current(), config)))):
+            yield chunk
+
+
+def steps_left(state: TrainState, config: Config) -> int:
+    return max(0, -(-(config.max_training_samples - state.samples) // config.batch_size))
 
 
 class Window:

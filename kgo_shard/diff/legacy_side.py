@@ -1,0 +1,58 @@
+"""The old side: `legacy_pmap`, and the only place in this package that imports it. Delete it together with the old stack."""
+
+import jax
+import legacy_pmap
+from legacy_pmap.train import epoch_chunks
+
+from .trace import Side, Tape
+
+
+def make_side(tape: Tape) -> Side:
+    config = legacy_pmap.Config(**tape.options)
+    probe = legacy_pmap.make_probe(config)
+    devices = config.num_devices
+
+    def start():
+        return legacy_pmap.load_checkpoint(tape.checkpoint, config) if tape.checkpoint else legacy_pmap.init_state(config)
+
+    def chunks(current):
+        while True:
+            yield from epoch_chunks(tape.files, config, current().step)
+
+    def probed(before, batch):
+        after, stages = probe(before, batch)
+        # Device i gets rows [i * b, (i + 1) * b).
+        shards = {f"batch/{key}": value.reshape(devices, -1, *value.shape[1:]) for key, value in batch.items()}
+        return after, shards | stages
+
+    return Side("legacy_pmap", start, chunks, probed, legacy_pmap.make_train_step(config), legacy_pmap.to_host)
+
+
+def make_reference(tape: Tape) -> Side:
+    """The same side with every float of the step in float64: what the three-way bound measures errors against."""
+    with float64():
+        side = make_side(tape._replace(options=tape.options | {"compute_dtype": "float64"}))
+
+    def inside(function):
+        def call(*arguments):
+            with float64():
+                return function(*arguments)
+
+        return call
+
+    return side._replace(name="float64", start=inside(side.start), probe=inside(side.probe), step=inside(side.step), to_host=inside(side.to_host))
+
+
+def float64():
+    """JAX's 64-bit mode, for a while."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64  # JAX 0.7
+
+    return enable_x64()
+
+
+def save_start(path, options: dict):
+    """A fresh state of the old stack as its own checkpoint file, for both sides to start from."""
+    config = legacy_pmap.Config(**options)
+    legacy_pmap.save_checkpoint(path, legacy_pmap.init_state(config), config)

@@ -1,0 +1,41 @@
+"""The new side: `kgo_shard`, from packed rows, augmented on the device."""
+
+from .. import checkpoint, convert, state, step
+from ..config import Config
+from ..train import training_chunks
+from .trace import Side, Tape
+
+
+def make_side(tape: Tape) -> Side:
+    config = Config(**tape.options)
+    probe = step.make_probe(config)
+
+    def start():
+        return checkpoint.load_checkpoint(tape.checkpoint, config) if tape.checkpoint else state.init_state(config)
+
+    def probed(before, batch):
+        after, stages = probe(before, batch)
+        return after, name_stages(stages, step.optim.make_schedule(config, before.step, 1).learning_rate[0])
+
+    return Side(
+        name="kgo_shard",
+        start=start,
+        chunks=lambda current: training_chunks(tape.files, config, current),
+        probe=probed,
+        step=step.make_train_step(config),
+        to_host=state.to_host,
+    )
+
+
+def name_stages(stages: step.Stages, learning_rate) -> dict:
+    """A probe's stages as a flat dict under canonical names."""
+    trees = {
+        "batch": stages.batch_local,
+        "loss_terms": stages.terms_local._asdict(),
+        "raw_gradient": convert.to_named(stages.gradients_local),
+        "reduced_gradient": convert.to_named(stages.gradients),
+        "clip": convert.to_named(stages.clipped),
+        "metrics": stages.terms._asdict(),
+    }
+    flat = {f"{stage}/{name}": leaf for stage, tree in trees.items() for name, leaf in tree.items()}
+    return flat | {"norm": stages.norm, "learning_rate": learning_rate}
