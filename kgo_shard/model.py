@@ -198,9 +198,9 @@ class Net(eqx.Module):
         board = self.policy_head.board(x, jnp.float32).transpose(0, 2, 1)
         pooled = jnp.mean(x, axis=1)
         pass_move = self.policy_head.pass_move(pooled, jnp.float32)[:, :, None]
-        channels = self.value_head.spatial_and_value(x, jnp.float32)
-        spatial = channels[..., : layout.Channel.spatial].transpose(0, 2, 1).reshape(b, -1, edge, edge)
-        averaged = jnp.mean(channels[..., layout.Channel.spatial :], axis=1)
+        channels = self.value_head.spatial_and_value(x, jnp.float32).transpose(0, 2, 1)
+        spatial = channels[:, : layout.Channel.spatial].reshape(b, -1, edge, edge)
+        averaged = jnp.mean(channels[:, layout.Channel.spatial :], axis=2)
         return Outputs(
             policy=jnp.concatenate([board, pass_move], axis=-1),
             value=averaged[:, layout.Channel.value],
