@@ -7,7 +7,7 @@ from legacy_pmap.train import epoch_chunks
 from .trace import Side, Tape
 
 
-def make_side(tape: Tape) -> Side:
+def make_side(tape: Tape, probe_only: bool = False) -> Side:
     config = legacy_pmap.Config(**tape.options)
     probe = legacy_pmap.make_probe(config)
     devices = config.num_devices
@@ -25,13 +25,14 @@ def make_side(tape: Tape) -> Side:
         shards = {f"batch/{key}": value.reshape(devices, -1, *value.shape[1:]) for key, value in batch.items()}
         return after, shards | stages
 
-    return Side("legacy_pmap", start, chunks, probed, legacy_pmap.make_train_step(config), legacy_pmap.to_host)
+    step = None if probe_only else legacy_pmap.make_train_step(config)
+    return Side("legacy_pmap", start, chunks, probed, step, legacy_pmap.to_host)
 
 
-def make_reference(tape: Tape) -> Side:
+def make_reference(tape: Tape, probe_only: bool = False) -> Side:
     """The same side with every float of the step in float64: what the three-way bound measures errors against."""
     with float64():
-        side = make_side(tape._replace(options=tape.options | {"compute_dtype": "float64"}))
+        side = make_side(tape._replace(options=tape.options | {"compute_dtype": "float64"}), probe_only)
 
     def inside(function):
         def call(*arguments):
@@ -40,7 +41,8 @@ def make_reference(tape: Tape) -> Side:
 
         return call
 
-    return side._replace(name="float64", start=inside(side.start), probe=inside(side.probe), step=inside(side.step), to_host=inside(side.to_host))
+    step = None if probe_only else inside(side.step)
+    return side._replace(name="float64", start=inside(side.start), probe=inside(side.probe), step=step, to_host=inside(side.to_host))
 
 
 def float64():

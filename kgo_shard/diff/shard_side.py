@@ -1,12 +1,14 @@
 """The new side: `kgo_shard`, from packed rows, augmented on the device."""
 
+import numpy as np
+
 from .. import checkpoint, convert, state, step
 from ..config import Config
 from ..train import training_chunks
 from .trace import Side, Tape
 
 
-def make_side(tape: Tape) -> Side:
+def make_side(tape: Tape, probe_only: bool = False) -> Side:
     config = Config(**tape.options)
     probe = step.make_probe(config)
 
@@ -22,7 +24,7 @@ def make_side(tape: Tape) -> Side:
         start=start,
         chunks=lambda current: training_chunks(tape.files, config, current),
         probe=probed,
-        step=step.make_train_step(config),
+        step=None if probe_only else step.make_train_step(config),
         to_host=state.to_host,
     )
 
@@ -38,4 +40,4 @@ def name_stages(stages: step.Stages, learning_rate) -> dict:
         "metrics": stages.terms._asdict(),
     }
     flat = {f"{stage}/{name}": leaf for stage, tree in trees.items() for name, leaf in tree.items()}
-    return flat | {"norm": stages.norm, "learning_rate": learning_rate}
+    return flat | {"norm": stages.norm, "learning_rate": np.asarray(learning_rate)}

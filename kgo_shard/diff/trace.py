@@ -36,7 +36,7 @@ class Side(NamedTuple):
     start: Callable[[], Any]  # -> state
     chunks: Callable[[Callable[[], Any]], Iterator[list]]  # current state -> lists of batches, one list a compiled call
     probe: Callable[[Any, Any], tuple[Any, dict[str, np.ndarray]]]  # one step that shows its stages
-    step: Callable[[Any, list], tuple[Any, dict[str, float]]]  # the training step itself
+    step: Callable[[Any, list], tuple[Any, dict[str, float]]] | None  # the training step itself; None: only the probe runs
     to_host: Callable[[Any], dict[str, np.ndarray]]
 
 
@@ -45,6 +45,7 @@ def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -
 
     Inner stages come from the probe. The state and the metrics after each compiled call come from the training step, so
     with K steps a call every K-th entry holds what K scanned steps made, and the entries between hold the probe's.
+    Raises ValueError where the run of the tape ends before its steps.
     """
     state = side.start()
     trace = [state_stages(side.to_host(state))]
@@ -55,8 +56,11 @@ def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -
             probed, stages = side.probe(probed, batch)
             trace.append(stages | state_stages(side.to_host(probed)))
             on_step()
-        state, metrics = side.step(state, chunk)
-        trace[-1] |= state_stages(side.to_host(state)) | metric_stages(metrics, trace[-1]["norm"].dtype)
+        if side.step is None:
+            state = probed
+        else:
+            state, metrics = side.step(state, chunk)
+            trace[-1] |= state_stages(side.to_host(state)) | metric_stages(metrics, trace[-1]["norm"].dtype)
         if len(trace) > tape.steps:
             return trace
     raise ValueError(f"the run ends after {len(trace) - 1} steps, before the {tape.steps} that are compared: raise max_training_samples")
