@@ -167,10 +167,13 @@ def make_probe(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState
     tables = make_tables(config.model)
 
     def body(learned, rows, schedule):
-        rows, schedule = first_batch(rows), jax.tree.map(lambda x: x[0], schedule)
-        learned, stages = train_on_batch(learned, rows, schedule, config, tables)
-        local, reduced = stages[:3], stages[3:]
-        return learned, jax.tree.map(lambda x: x[None], local), reduced
+        # A scan of one step, as in the train step: outside a loop the compiler may arrange a convolution otherwise.
+        def one(learned, inputs):
+            return train_on_batch(learned, *inputs, config, tables)
+
+        learned, stages = jax.lax.scan(one, learned, (rows, schedule))
+        local, reduced = stages[:3], stages[3:]  # the scan's axis of one stands where the devices' axis goes
+        return learned, local, jax.tree.map(lambda x: x[0], reduced)
 
     device_mesh = make_mesh(config)
     compiled = jax.jit(

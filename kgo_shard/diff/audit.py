@@ -68,7 +68,11 @@ def term_gradients(config: Config, state: TrainState, batch: Batch) -> dict[str,
             rows_local = len(batch_local[layout.TARGETS])
             return jnp.stack([getattr(terms, name) * weight / rows_local for name, weight in LOSS_WEIGHTS.items()])
 
-        return reduce.mean_gradients(jax.jacrev(weighted_terms)(reduce.to_local(net)))
+        # One pullback after another, and not jax.jacrev: with its batched cotangents the convolution's gradient comes out
+        # wrong on JAX 0.10's CPU backend, and is not implemented on 0.7.
+        _, pull_back = jax.vjp(weighted_terms, reduce.to_local(net))
+        picks = reduce.to_local(jnp.eye(len(LOSS_WEIGHTS), dtype=jnp.float32))
+        return reduce.mean_gradients(jax.lax.map(lambda pick: pull_back(pick)[0], picks))
 
     device_mesh = make_mesh(config)
     compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "state", "batch"), outputs="result"))

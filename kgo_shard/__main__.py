@@ -1,0 +1,158 @@
+"""The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+
+from .batches import find_files
+from .config import Config, ConfigError, add_options
+from .train import main as train_main
+
+EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
+SAMPLE = Path(__file__).parent.parent / "tests" / "data" / "selfplay9"
+# What `diff` and `demo` run where no data folder is named: the shipped rows and a model that fits them.
+SAMPLE_OPTIONS = {
+    "pos_len": 9,
+    "batch_size": 32,
+    "model_kind": "b2c32",
+    "compute_dtype": "float32",
+    "max_training_samples": 1280,
+    "warmup_samples": 256,
+    "enable_history_matrices": True,
+    "ema_decay": 0.99,
+    "grad_clip_norm": 1.0,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kgo-shard", description=__doc__.split(" Exit")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train, with the original's command line", add_help=False)
+
+    check = commands.add_parser("check-mesh", help="the smallest check of a mesh, before any training")
+    check.add_argument("--devices", type=int, default=16, help="devices; logical ones on a CPU (default 16)")
+
+    diff = commands.add_parser("diff", help="run the old and the new stack side by side and compare every leaf of every stage")
+    diff.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
+    diff.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    diff.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start both sides from (default: a fresh start)")
+    diff.add_argument("--exact", action="store_true", help="restart in exact mode, where equal bits are demanded")
+    diff.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
+    diff.add_argument("--fault", help="plant this fault in the new side (a wrong name lists them)")
+    diff.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
+    add_options(diff, leave_out=("data_parallel", "data_parallel_devices"))
+
+    demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
+    demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:
+        return train_main(argv[1:])
+    arguments = make_parser().parse_args(argv)
+    command = {"check-mesh": run_check_mesh, "diff": run_diff, "demo": run_demo}[arguments.command]
+    try:
+        return command(arguments, argv)
+    except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
+        message = " ".join(str(error).split())
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+
+
+def start_devices(count: int):
+    """Have `count` devices: logical ones where this machine has only CPUs. ConfigError where they cannot be had."""
+    if count < 1:
+        raise ConfigError(f"--devices {count}: must be at least 1")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass  # JAX runs already (in a test, say): what it has is what there is
+    if jax.local_device_count() < count:
+        raise ConfigError(f"--devices {count}: this process has {jax.local_device_count()}; ask for fewer")
+
+
+def is_exact() -> bool:
+    return set(EXACT_FLAGS) <= set(os.environ.get("XLA_FLAGS", "").split())
+
+
+def restart_exact(argv: Sequence[str]):
+    """Start this command again with the compiler flags of exact mode, which JAX reads only once. Does not return."""
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(("--xla_disable_hlo_passes", "--xla_cpu_max_isa"))]
+    environment = os.environ | {"XLA_FLAGS": " ".join((*others, *EXACT_FLAGS))}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "kgo_shard", *argv], environment)
+
+
+def run_check_mesh(arguments, argv) -> int:
+    from .diff.mesh_check import check_mesh, mesh_table
+
+    start_devices(arguments.devices)
+    check = check_mesh(arguments.devices)
+    console = Console()
+    console.print(mesh_table(check))
+    console.print(check.verdict())
+    return check.exit_code
+
+
+def run_diff(arguments, argv) -> int:
+    if arguments.exact and not is_exact():
+        restart_exact(argv)
+    from .diff import report, run
+
+    start_devices(arguments.devices)
+    tape = make_tape(arguments)
+    console = Console()
+    facts = report.environment_facts() | run.tape_facts(tape)
+    for name, value in facts.items():
+        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+    with Progress(console=console, transient=True) as progress:
+        comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
+    console.print(report.comparison_table(comparison, all_leaves=arguments.all_leaves))
+    if arguments.report:
+        title = "kgo-shard diff"
+        sections = [report.comparison_section(comparison, "Old against new, stage by stage", all_leaves=True), report.limits_section()]
+        paths = report.write_report(
+            {"title": title, "environment": facts, "sections": sections, "verdict": comparison.verdict()}, arguments.report
+        )
+        console.print(f"report: {', '.join(map(str, paths))}", highlight=False)
+    return comparison.exit_code
+
+
+def make_tape(arguments):
+    """The tape of parsed `diff` arguments; the shipped rows where no data folder is named."""
+    from .diff.trace import Tape
+
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
+    given = {name: value for name, value in vars(arguments).items() if name in Config.__dataclass_fields__}
+    datadir = given.pop("datadir", None)
+    defaults = SAMPLE_OPTIONS if datadir is None else {}
+    options = defaults | {"log_grad_norm": True} | given
+    options |= {"data_parallel": arguments.devices > 1, "data_parallel_devices": arguments.devices if arguments.devices > 1 else 0}
+    Config(**options)
+    folder = Path(datadir or SAMPLE) / "train"
+    files = find_files(folder)
+    if not files:
+        raise ConfigError(f"{folder}: holds no npz files; name a data folder with --datadir")
+    return Tape(options, files, arguments.steps, arguments.checkpoint)
+
+
+def run_demo(arguments, argv) -> int:
+    if not is_exact():
+        restart_exact(argv)
+    from .diff import demo
+
+    start_devices(demo.DEVICES)
+    return demo.run_demo(arguments.report, SAMPLE, SAMPLE_OPTIONS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

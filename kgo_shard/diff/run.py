@@ -1,0 +1,58 @@
+"""Both sides through one tape, and the verdict."""
+
+from importlib.util import find_spec
+
+from rich.progress import Progress
+
+from ..config import Config, ConfigError
+from . import compare, shard_side
+from .faults import FAULTS
+from .trace import Side, Tape, record
+
+
+def old_stack():
+    """The module of the old side. ConfigError where the old stack was deleted, as it may be."""
+    if find_spec("legacy_pmap") is None or find_spec("kgo_shard.diff.legacy_side") is None:
+        raise ConfigError("the old stack (legacy_pmap and kgo_shard/diff/legacy_side.py) is not here: nothing to compare with")
+    from . import legacy_side
+
+    return legacy_side
+
+
+def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress | None = None) -> compare.Comparison:
+    """Compare old and new: equal bits in exact mode, else the three-way bound against a float64 run of the old side."""
+    if fault is not None and fault not in FAULTS:
+        raise ConfigError(f"--fault {fault}: choose from {', '.join(FAULTS)}")
+    legacy_side = old_stack()
+    new = shard_side.make_side(tape)  # first: it checks options and devices before anything is compiled
+    old_trace = record_shown(legacy_side.make_side(tape), tape, progress)
+    reference = None if exact else record_shown(legacy_side.make_reference(tape), tape, progress)
+    if fault is None:
+        new_trace = record_shown(new, tape, progress)
+    else:
+        with FAULTS[fault].plant():
+            new_trace = record_shown(shard_side.make_side(tape), tape, progress)
+    return compare.compare(old_trace, new_trace, reference)
+
+
+def record_shown(side: Side, tape: Tape, progress: Progress | None):
+    """`trace.record`, with a progress bar."""
+    if progress is None:
+        return record(side, tape)
+    task = progress.add_task(f"{side.name}: compile and run {tape.steps} steps", total=tape.steps)
+    return record(side, tape, on_step=lambda: progress.advance(task))
+
+
+def tape_facts(tape: Tape) -> dict[str, str]:
+    """What a reader of a report must know about the tape."""
+    config = Config(**tape.options)
+    dtypes = [name for name in Config.__dataclass_fields__ if name.endswith("_dtype")]
+    shown = [name for name in tape.options if name not in (*dtypes, "data_parallel", "data_parallel_devices")]
+    return {
+        "mesh": f"{max(1, config.data_parallel_devices)} devices, {config.batch_size} rows a batch, {config.steps_per_jit} steps a call",
+        "dtypes": ", ".join(f"{name.removesuffix('_dtype')} {getattr(config, name)}" for name in dtypes),
+        "start": str(tape.checkpoint or "fresh, from the seed"),
+        "steps": str(tape.steps),
+        "files": f"{len(tape.files)} in {tape.files[0].parent}",
+        "options": ", ".join(f"{name}={tape.options[name]}" for name in shown),
+    }
