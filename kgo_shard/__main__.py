@@ -1,6 +1,5 @@
 """The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .batches import find_files
-from .config import Config, ConfigError, add_options
+from .config import Config, ConfigError, Parser, add_options
 from .train import main as train_main
 
 EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
@@ -30,8 +29,8 @@ SAMPLE_OPTIONS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kgo-shard", description=__doc__.split(" Exit")[0])
+def make_parser() -> Parser:
+    parser = Parser(prog="kgo-shard", description=__doc__.split(" Exit")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train, with the original's command line", add_help=False)
 

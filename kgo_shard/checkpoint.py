@@ -42,7 +42,7 @@ class ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise CheckpointError(f"it asks for {module}.{name}, which is not an array or a plain container: not loaded")
-        return super().find_class(module, name)
+        return super().find_class(module.replace("numpy.core.", "numpy._core."), name)  # the old spelling warns
 
 
 def read_pickle(path: str | Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
     try:
         statistics = MovingStatistics(np.float32(meta["moving_sum"]), np.float32(meta["moving_weight"]))
         step, samples = int(meta["step"]), int(meta["samples"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers ({error!r})") from None
     learned = Learned(net, opt_state, ema, statistics)
     return TrainState(put_state(make_mesh(config), learned), step, samples)
@@ -100,11 +100,11 @@ def take(path: Path, kind: str, tree, like):
     """The leaves of one saved tree as `like`, in its dtypes; CheckpointError naming the leaf."""
     try:
         net = convert.from_named(like, convert.flatten(tree))
+        return jax.tree.map(lambda leaf, shape: np.asarray(leaf, shape.dtype), net, like)
     except convert.ConvertError as error:
         raise CheckpointError(f"{path}: {kind}: {error}") from None
-    except (AttributeError, TypeError):
-        raise CheckpointError(f"{path}: {kind} holds something that is not an array") from None
-    return jax.tree.map(lambda leaf, shape: np.asarray(leaf, shape.dtype), net, like)
+    except (AttributeError, TypeError, ValueError):
+        raise CheckpointError(f"{path}: {kind} holds something that is not an array of numbers") from None
 
 
 def check_meta(path: Path, meta: dict[str, Any], config: Config):

@@ -5,6 +5,7 @@ Names and defaults are those of the original trainer (dashes become underscores)
 
 import argparse
 import difflib
+import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -267,14 +268,23 @@ def _checked(row, value):
         value = value.__fspath__()
     if type(value) is not kind:
         raise ConfigError(f"{row.name} = {value!r}: expected {kind.__name__}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{row.name} = {value!r}: must be a finite number")
     meta = row.metadata
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{row.name} = {value!r}: choose from {', '.join(map(str, meta['choices']))}")
-    if meta["low"] is not None and not value >= meta["low"]:  # also refuses NaN
+    if meta["low"] is not None and value < meta["low"]:
         raise ConfigError(f"{row.name} = {value!r}: must be at least {meta['low']}")
     if meta["high"] is not None and value > meta["high"]:
         raise ConfigError(f"{row.name} = {value!r}: must be at most {meta['high']}")
     return value
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line: the usage of some sixty flags would bury it."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")
 
 
 def add_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()):

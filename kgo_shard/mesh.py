@@ -69,9 +69,11 @@ def shard(body: Callable, mesh: Mesh, inputs: tuple[str, ...], outputs: str | tu
 
 
 def put(mesh: Mesh, tree, kind: str):
-    """Place host or device arrays by the rules; no array is shared with the input, so either may be donated."""
+    """Place host or device arrays by the rules; no device array is shared with the input, so either may be donated."""
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, kind), is_leaf=_is_spec)
-    return jax.device_put(tree, shardings, may_alias=False)
+    # A single device's array that is replicated keeps its buffer on its own device, whatever may_alias says: hence the copy.
+    copies = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
+    return jax.device_put(copies, shardings, may_alias=False)
 
 
 def put_state(mesh: Mesh, state):

@@ -85,14 +85,12 @@ def update(learned: Learned, gradients: Net, statistics: MovingStatistics, sched
 def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables):
     """K steps, scanned over the leading axis of rows and schedule; terms and gradient norms are summed."""
 
-    def one(carry, inputs):
-        learned, total, total_norm = carry
+    def one(learned, inputs):
         learned, stages = train_on_batch(learned, *inputs, config, tables)
-        return (learned, jnp.stack(stages.terms) + total, stages.norm + total_norm), None
+        return learned, (jnp.stack(stages.terms), stages.norm)
 
-    start = learned, jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
-    (learned, total, total_norm), _ = jax.lax.scan(one, start, (rows, schedule))
-    return learned, (Terms(*total), total_norm)
+    learned, (terms, norms) = jax.lax.scan(one, learned, (rows, schedule))
+    return learned, (Terms(*jnp.sum(terms, axis=0)), jnp.sum(norms))
 
 
 def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:
@@ -149,12 +147,21 @@ def make_eval_step(config: Config) -> Callable[[TrainState, Batch], dict[str, fl
 
 def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[str, np.ndarray], dict[str, float]]]:
     """gradient(state, batch) -> (reduced gradients before clipping under their original names, metrics)."""
-    probe = make_probe(config)
+    tables = make_tables(config.model)
+
+    def body(net, statistics, rows):
+        batch_local = augment.expand(first_batch(rows), config.pos_len)
+        seki_weight, _ = weigh_seki(statistics, batch_local, config)
+        gradients_local, terms_local = local_gradient(net, batch_local, seki_weight, tables)
+        return reduce.mean_gradients(gradients_local), reduce.sum_terms(terms_local)
+
+    device_mesh = make_mesh(config)
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "state", "batch"), outputs=("result", "result")))
 
     def gradient(state, batch):
-        _, stages = probe(state, batch)
-        gradients = {name: np.asarray(leaf) for name, leaf in convert.to_named(stages.gradients).items()}
-        return gradients, to_metrics(stages.terms)
+        check_batches([batch], config)
+        gradients, terms = compiled(state.learned.net, state.learned.statistics, mesh.put_batches(device_mesh, [batch]))
+        return {name: np.asarray(leaf) for name, leaf in convert.to_named(gradients).items()}, to_metrics(terms)
 
     return gradient
 
@@ -215,8 +222,14 @@ def to_metrics(terms: Terms) -> dict[str, float]:
 
 def check_batches(batches: Sequence[Batch], config: Config):
     """Refuse a batch that is not B whole rows of the run's board: ValueError naming the array."""
+    if not batches:
+        raise ValueError("no batches: a step takes at least one")
     shapes = layout.row_shapes(config.pos_len)
     for index, batch in enumerate(batches):
+        planes = layout.PACKED if layout.PACKED in batch else layout.PLANES
+        for key in (planes, layout.GLOBALS, layout.POLICY, layout.TARGETS, layout.SCORES, layout.VALUES):
+            if key not in batch:
+                raise ValueError(f"batch {index}: {key} is missing")
         for key, value in batch.items():
             expected = (config.batch_size, *shapes.get(key, value.shape[1:]))
             narrower = key == layout.TARGETS and value.shape[:1] == expected[:1] and value.shape[1] >= expected[1]

@@ -1,6 +1,5 @@
 """The host loop: batch, step, log, validate, save."""
 
-import argparse
 import itertools
 import sys
 import time
@@ -11,7 +10,7 @@ import numpy as np
 
 from . import checkpoint
 from .batches import epoch_files, find_files, read_packed_batches, read_validation
-from .config import Config, ConfigError, ModelConfig, add_options, from_arguments
+from .config import Config, ConfigError, ModelConfig, Parser, add_options, from_arguments
 from .layout import NUM_GLOBALS, NUM_PLANES
 from .npz import DataError
 from .state import TrainState, init_state
@@ -31,6 +30,10 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     train_files = found(Path(config.datadir) / "train")
     val_files = find_files(Path(config.datadir) / "val") if (Path(config.datadir) / "val").is_dir() else []
     path = Path(config.traindir) / checkpoint.FILE_NAME
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ConfigError(f"traindir {path.parent} is not a folder: give --traindir another one")
+    for _ in read_validation(val_files, config, 0) if val_files else ():
+        pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     state = start(path, config, log)
     step, evaluate = make_train_step(config), make_eval_step(config)
     window = Window(state.step)
@@ -152,8 +155,8 @@ def training_flops(model: ModelConfig) -> int:
     return 3 * (blocks + stem + heads)
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Train with the original's command line.")
+def make_parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description="Train with the original's command line.")
     add_options(parser)
     return parser
 
@@ -164,6 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train(from_arguments(arguments), log=lambda line: print(line, flush=True))
     except (ConfigError, DataError, checkpoint.CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     return 0

@@ -29,7 +29,7 @@ def main() -> int:
     from kgo_shard.diff.faults import FAULTS
     from kgo_shard.diff.trace import Tape, record
 
-    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "data_parallel": True, "data_parallel_devices": 8, "seed": 5}
+    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "data_parallel": True, "data_parallel_devices": 8, "seed": 7}
     results = {"date": datetime.date.today().isoformat(), "environment": report.environment_facts(), "faults": {}}
     with tempfile.TemporaryDirectory() as folder:
         tape = Tape(options, find_files(SAMPLE / "train"), 2, Path(folder) / "checkpoint_jax.pkl")
