@@ -10,7 +10,7 @@ import nox
 from nox.command import CommandFailed
 
 ROOT = pathlib.Path(__file__).resolve().parent
-PARITY_TESTS = ("tests/parity", "tests/legacy")
+PARITY_TESTS = ("tests/parity",)
 RECORDINGS = ("adamw_f32", "single_device_f32", "adamw_bf16compute")
 # With these flags the compiler neither fuses nor contracts a multiply and an add; the recordings' `exact/` folders were made so.
 EXACT_XLA_FLAGS = "--xla_disable_hlo_passes=fusion --xla_cpu_max_isa=SSE4_2"
@@ -104,7 +104,7 @@ def recordings(session: nox.Session) -> None:
     failed = []
     for name in RECORDINGS:
         for case, xla_flags in ((name, None), (f"{name}/exact", EXACT_XLA_FLAGS)):
-            command = ["python", "-m", "tests.legacy.replay_recording", str(traces / case), "--data", str(data)]
+            command = ["python", "-m", "tests.parity.legacy.replay_recording", str(traces / case), "--data", str(data)]
             try:
                 session.run(*command, env={"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"})
             except CommandFailed:

@@ -85,12 +85,14 @@ def update(learned: Learned, gradients: Net, statistics: MovingStatistics, sched
 def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables):
     """K steps, scanned over the leading axis of rows and schedule; terms and gradient norms are summed."""
 
-    def one(learned, inputs):
+    def one(carry, inputs):
+        learned, total, total_norm = carry
         learned, stages = train_on_batch(learned, *inputs, config, tables)
-        return learned, (jnp.stack(stages.terms), stages.norm)
+        return (learned, total + jnp.stack(stages.terms), total_norm + stages.norm), None
 
-    learned, (terms, norms) = jax.lax.scan(one, learned, (rows, schedule))
-    return learned, (Terms(*jnp.sum(terms, axis=0)), jnp.sum(norms))
+    start = learned, jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
+    (learned, total, total_norm), _ = jax.lax.scan(one, start, (rows, schedule))
+    return learned, (Terms(*total), total_norm)
 
 
 def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:

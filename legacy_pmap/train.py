@@ -1,0 +1,165 @@
+"""The trainer: epochs of batches, steps, log lines, validation, checkpoints (spec, section 6)."""
+
+import dataclasses
+import os
+import sys
+import time
+
+import numpy as np
+
+from .checkpoint import FILE_NAME, CheckpointError, load_checkpoint, save_checkpoint
+from .config import parse_args
+from .data import DataError, list_files, check_rows, read_batches
+from .step import init_state, make_eval_step, make_train_step
+
+VALIDATION_SEED = 999983
+LOGGED_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
+
+
+def forward_flops(config):
+    """Model FLOPs of one sample, forward; training counts three times as many."""
+    sizes, area = config.model_config, config.board_area
+    layers, width, ffn = sizes["num_layers"], sizes["hidden_size"], sizes["ffn_dim"]
+    block = 8 * area * width**2 + 4 * area**2 * width + 6 * area * width * ffn
+    stem = 2 * 22 * 9 * width * area + 2 * 19 * width
+    heads = (12 * area * width + 12 * width) + 58 * area * width + 2 * width * config.score_buckets
+    return layers * block + stem + heads
+
+
+def add_metrics(totals, metrics):
+    """Sums of a window, in float32. `totals` is {} at its start; returns the new sums."""
+    return {name: np.float32(totals.get(name, 0.0)) + np.float32(value) for name, value in metrics.items()}
+
+
+def metrics_text(totals, count):
+    """`loss=..., p0loss=...`: loss is the mean over `count` steps or batches, a term its sum over the sum of wsum."""
+    parts = [f"loss={float(totals['loss']) / count:.4f}"]
+    with np.errstate(divide="ignore", invalid="ignore"):  # rows of no weight at all print nan
+        parts += [f"{name}={float(totals[name] / totals['wsum']):.4f}" for name in LOGGED_TERMS]
+    return ", ".join(parts)
+
+
+def epoch_chunks(files, config, step):
+    """The batches of one epoch started at `step`, K at a time; the epoch's last chunk may be shorter.
+
+    The file order and the stream depend on the step the epoch started at: a resumed run sees other batches (spec, 7.4).
+    """
+    files = list(files)
+    np.random.default_rng(config.seed + step).shuffle(files)
+    chunk = []
+    for batch in read_batches(files, config, config.seed + step):
+        chunk.append(batch)
+        if len(chunk) == config.steps_per_jit:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def validate(state, files, config, evaluate):
+    """Up to max_val_batches full batches, no symmetry, history as configured. Returns the printed line."""
+    totals, count = {}, 0
+    quiet = dataclasses.replace(config, symmetry_type="none")
+    for batch in read_batches(files, quiet, config.seed + state.samples + VALIDATION_SEED):
+        totals = add_metrics(totals, evaluate(state, batch))
+        count += 1
+        if count == config.max_val_batches:
+            break
+    return f"  VAL [{state.samples} samples]: {metrics_text(totals, count)}"
+
+
+def check_files(folder, files, rows, config):
+    """Refuses the run before anything is written: every file must be readable and one must hold a batch."""
+    largest = max(check_rows(path, config) for path in files)
+    if largest < rows:
+        raise DataError(f"{folder}: none of {len(files)} files holds the {rows} rows one batch needs (the largest has {largest}); "
+                        "lower option batch_size or join the files")
+
+
+def train(config):
+    """Trains until max_training_samples, from TRAINDIR's checkpoint when there is one. Returns the last State.
+
+    Writes TRAINDIR/checkpoint_jax.pkl and prints the original's log lines. Raises ValueError without traindir or datadir,
+    DataError for bad data and CheckpointError for a checkpoint that does not fit; all before anything is written.
+    """
+    for name in ("traindir", "datadir"):
+        if getattr(config, name) is None:
+            raise ValueError(f"option {name} is required to train")
+    train_dir, val_dir = os.path.join(config.datadir, "train"), os.path.join(config.datadir, "val")
+    train_files, val_files = list_files(train_dir), list_files(val_dir)
+    check_files(train_dir, train_files, config.batch_size // (8 if config.symmetry_type == "all" else 1), config)
+    check_files(val_dir, val_files, config.batch_size, config)
+    checkpoint = os.path.join(config.traindir, FILE_NAME)
+    resuming = not config.no_resume and os.path.exists(checkpoint)
+    state = load_checkpoint(checkpoint, config) if resuming else init_state(config)
+    os.makedirs(config.traindir, exist_ok=True)
+    if resuming:
+        print(f"resumed {checkpoint} at step={state.step}, samples={state.samples}", flush=True)
+
+    run_step, evaluate = make_train_step(config), make_eval_step(config)
+    flops, samples_from = 3 * forward_flops(config), state.samples
+    save_mark, val_mark = (state.samples + every for every in (config.save_every_samples, config.val_every_samples))
+    saved_at = validated_at = None
+    totals, window_steps, window_start, warned = {}, 0, time.perf_counter(), config.allow_nonfull_mask
+    while state.samples < config.max_training_samples:
+        for chunk in epoch_chunks(train_files, config, state.step):
+            left = -(-(config.max_training_samples - state.samples) // config.batch_size)
+            chunk = chunk[:left]
+            if not warned and any(batch["binaryInputNCHW"][:, 0].min() < 1.0 for batch in chunk):
+                # The model has no mask: it treats points off a smaller board like points on it.
+                print("warning: rows with boards smaller than pos_len; --allow-nonfull-mask silences this", file=sys.stderr)
+                warned = True
+            call_start = time.perf_counter()
+            state, metrics = run_step(state, chunk)
+            now = time.perf_counter()
+            totals = add_metrics(totals, metrics)
+            window_steps += len(chunk)
+            if window_steps >= config.print_every:
+                seconds = max(now - window_start, 1e-9)
+                print(log_line(state, config, metrics["lr"], totals, window_steps, seconds, flops, now - call_start), flush=True)
+                totals, window_steps, window_start = {}, 0, time.perf_counter()
+            done = state.samples >= config.max_training_samples
+            if config.val_every_samples and state.samples >= val_mark:
+                print(validate(state, val_files, config, evaluate), flush=True)
+                val_mark, validated_at = _next_mark(val_mark, config.val_every_samples, state.samples), state.samples
+            if config.save_every_samples and state.samples >= save_mark:
+                save_checkpoint(checkpoint, state, config)
+                save_mark, saved_at = _next_mark(save_mark, config.save_every_samples, state.samples), state.samples
+            if done:
+                break
+    if state.samples > samples_from and validated_at != state.samples:
+        print(validate(state, val_files, config, evaluate), flush=True)
+    if not config.no_final_save and saved_at != state.samples and (state.samples > samples_from or not resuming):
+        save_checkpoint(checkpoint, state, config)
+    return state
+
+
+def _next_mark(mark, every, samples):
+    """The first mark beyond `samples`; a chunk of K steps may pass several."""
+    return mark + every * ((samples - mark) // every + 1)
+
+
+def log_line(state, config, lr, totals, steps, seconds, flops, call_seconds):
+    rate = steps * config.batch_size / seconds
+    tflops = rate * flops / 1e12
+    mfu = 100.0 * tflops / config.xla_peak_tflops if config.xla_peak_tflops > 0.0 else 0.0
+    norm = f"{float(totals['grad_norm']) / steps:.3f}" if config.uses_norm else "off"
+    line = (f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={lr:.2e}, wd={config.wd:.4f}, "
+            f"{metrics_text(totals, steps)}, "
+            f"grad_norm={norm}, sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={mfu:.2f}%")
+    return line + (f", step_time={call_seconds:.4f}s" if config.log_step_time else "")
+
+
+def main(argv=None):
+    """The command line. Returns 0, 2 for a bad option, 1 for bad data or a checkpoint that does not fit (one line on stderr)."""
+    try:
+        config = parse_args(argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        train(config)
+    except (DataError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,1 @@
+"""Tests of the old side against its specification and the recordings."""
