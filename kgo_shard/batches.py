@@ -13,7 +13,7 @@ import numpy as np
 
 from . import augment, layout
 from .config import SYMMETRIES, Config
-from .npz import DataError, load_rows
+from .npz import DataError, count_rows, load_rows
 
 HISTORY_STOP = 0.98  # a draw at or above it ends the history at that move
 VALIDATION_SEED = 999983
@@ -58,12 +58,12 @@ def read_packed_batches(files: Sequence[str | Path], config: Config, seed: int) 
     """
     rand = np.random.default_rng(seed)
     images = SYMMETRIES[config.symmetry_type]
-    num_read = config.batch_size // 8 if config.symmetry_type == "all" else config.batch_size
-    largest = (0, None)
+    num_read = rows_read(config)
+    largest = 0, None
     for path in files:
         rows = load_rows(path, config.pos_len)
         num_rows = len(rows[layout.TARGETS])
-        largest = max(largest, (num_rows, str(path)), key=lambda entry: entry[0])
+        largest = max(largest, (num_rows, path), key=lambda entry: entry[0])
         for start in range(0, num_rows - num_read + 1, num_read):
             batch = {key: value[start : start + num_read] for key, value in rows.items()}
             if config.enable_history_matrices:
@@ -75,11 +75,31 @@ def read_packed_batches(files: Sequence[str | Path], config: Config, seed: int) 
                 image = images[rand.integers(0, len(images))]
                 batch[layout.SYMMETRY] = np.full(num_read, image, np.int32)
             yield batch
-    if largest[0] < num_read:
+    refuse_small_files(num_read, *largest)
+
+
+def rows_read(config: Config) -> int:
+    """Rows of the files that make one batch."""
+    return config.batch_size // 8 if config.symmetry_type == "all" else config.batch_size
+
+
+def refuse_small_files(num_read: int, num_rows: int, path: Path | None):
+    """DataError where the largest file, `path` with `num_rows` rows, holds no batch: an epoch would have no step."""
+    if num_rows < num_read:
         raise DataError(
-            f"no file holds the {num_read} rows of a batch (largest: {largest[1]} with {largest[0]} rows): "
+            f"no file holds the {num_read} rows of a batch (largest: {path} with {num_rows} rows): "
             "use a smaller --batch-size or larger files"
         )
+
+
+def check_files(folder: Path, config: Config, num_read: int) -> list[Path]:
+    """The folder's files, every one readable and one large enough, by their headers: before a run writes anything."""
+    files = find_files(folder)
+    if not files:
+        raise DataError(f"{folder}: holds no npz files (*.npz, index.json or deeper folders)")
+    counted = [(count_rows(path, config.pos_len), path) for path in files]
+    refuse_small_files(num_read, *max(counted, key=lambda entry: entry[0]))
+    return files
 
 
 def draw_history(rand: np.random.Generator, num_rows: int) -> np.ndarray:

@@ -83,7 +83,7 @@ def update(learned: Learned, gradients: Net, statistics: MovingStatistics, sched
 
 
 def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables):
-    """K steps, scanned over the leading axis of rows and schedule; terms and gradient norms are summed."""
+    """K steps, scanned over the leading axis of rows and schedule; the vector of terms and the gradient norms are summed."""
 
     def one(carry, inputs):
         learned, total, total_norm = carry
@@ -92,7 +92,7 @@ def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedul
 
     start = learned, jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
     (learned, total, total_norm), _ = jax.lax.scan(one, start, (rows, schedule))
-    return learned, (Terms(*total), total_norm)
+    return learned, (total, total_norm)
 
 
 def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:
@@ -135,7 +135,7 @@ def make_eval_step(config: Config) -> Callable[[TrainState, Batch], dict[str, fl
     tables = make_tables(config.model)
 
     def body(net, rows):
-        return evaluate_batch(net, first_batch(rows), config, tables)
+        return jnp.stack(evaluate_batch(net, first_batch(rows), config, tables))
 
     device_mesh = make_mesh(config)
     compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "batch"), outputs="result"))
@@ -155,7 +155,7 @@ def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[st
         batch_local = augment.expand(first_batch(rows), config.pos_len)
         seki_weight, _ = weigh_seki(statistics, batch_local, config)
         gradients_local, terms_local = local_gradient(net, batch_local, seki_weight, tables)
-        return reduce.mean_gradients(gradients_local), reduce.sum_terms(terms_local)
+        return reduce.mean_gradients(gradients_local), jnp.stack(reduce.sum_terms(terms_local))
 
     device_mesh = make_mesh(config)
     compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "state", "batch"), outputs=("result", "result")))
@@ -218,8 +218,9 @@ def first_batch(rows: dict[str, Array]) -> dict[str, Array]:
     return {key: value[0] for key, value in rows.items()}
 
 
-def to_metrics(terms: Terms) -> dict[str, float]:
-    return {name: float(value) for name, value in jax.device_get(terms)._asdict().items()}
+def to_metrics(terms: Float[Array, " terms"]) -> dict[str, float]:
+    """The vector of terms by name; the only wait for the device in a step."""
+    return dict(zip(Terms._fields, np.asarray(terms).tolist(), strict=True))
 
 
 def check_batches(batches: Sequence[Batch], config: Config):

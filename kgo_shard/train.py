@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from . import checkpoint
-from .batches import epoch_files, find_files, read_packed_batches, read_validation
+from . import checkpoint, layout
+from .batches import check_files, epoch_files, read_packed_batches, read_validation, rows_read
 from .config import Config, ConfigError, ModelConfig, Parser, add_options, from_arguments
-from .layout import NUM_GLOBALS, NUM_PLANES
 from .npz import DataError
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
@@ -27,8 +26,9 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     for name in ("traindir", "datadir"):
         if getattr(config, name) is None:
             raise ConfigError(f"{name} is missing: give --{name} DIR")
-    train_files = found(Path(config.datadir) / "train")
-    val_files = find_files(Path(config.datadir) / "val") if (Path(config.datadir) / "val").is_dir() else []
+    data = Path(config.datadir)
+    train_files = check_files(data / "train", config, rows_read(config))
+    val_files = check_files(data / "val", config, config.batch_size)
     path = Path(config.traindir) / checkpoint.FILE_NAME
     if path.parent.exists() and not path.parent.is_dir():
         raise ConfigError(f"traindir {path.parent} is not a folder: give --traindir another one")
@@ -36,20 +36,24 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     state = start(path, config, log)
     step, evaluate = make_train_step(config), make_eval_step(config)
-    window = Window(state.step)
+    window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)
     val_marks = Marks(config.val_every_samples, state.samples)
     for chunk in training_chunks(train_files, config, lambda: state):
+        warned = warned or warn_of_small_boards(chunk, config)
+        started = time.perf_counter()
         state, metrics = step(state, chunk)
-        window.add(metrics)
+        window.add(metrics, time.perf_counter() - started)
         done = state.samples >= config.max_training_samples
         if state.step - window.start_step >= config.print_every:
             log(window.line(state, config))
             window = Window(state.step)
-        if val_files and val_marks.reached(state.samples, done):
+        if val_marks.reached(state.samples, done):
             log(validate(evaluate, state, val_files, config))
         if save_marks.reached(state.samples, done and not config.no_final_save):
             save(path, state, config)
+    if not path.exists() and not config.no_final_save:  # a run of no steps leaves its start
+        save(path, state, config)
     return state
 
 
@@ -64,13 +68,6 @@ class Marks:
         if passed:  # one call of K steps may pass several marks
             self.next += self.every * ((samples - self.next) // self.every + 1)
         return passed or at_end
-
-
-def found(folder: Path) -> list[Path]:
-    files = find_files(folder)
-    if not files:
-        raise DataError(f"{folder}: holds no npz files (*.npz, index.json or deeper folders)")
-    return files
 
 
 def start(path: Path, config: Config, log: Callable[[str], None]) -> TrainState:
@@ -99,6 +96,20 @@ def training_chunks(files: Sequence[Path], config: Config, current: Callable[[],
             yield chunk
 
 
+def warn_of_small_boards(chunk: Sequence[Batch], config: Config) -> bool:
+    """Say once that rows hold boards smaller than pos_len, which the model treats as if they filled the frame."""
+    points = layout.num_points(config.pos_len)
+    for batch in chunk:
+        if layout.PACKED in batch:
+            on_board = np.unpackbits(batch[layout.PACKED][:, 0], axis=-1, count=points)
+        else:
+            on_board = batch[layout.PLANES][:, 0].reshape(-1, points)
+        if on_board.min() < 1:
+            print("warning: rows with boards smaller than pos_len; --allow-nonfull-mask silences this", file=sys.stderr)
+            return True
+    return False
+
+
 def steps_left(state: TrainState, config: Config) -> int:
     return max(0, -(-(config.max_training_samples - state.samples) // config.batch_size))
 
@@ -111,9 +122,11 @@ class Window:
         self.start_time = time.perf_counter()
         self.sums: dict[str, np.float32] = {}
         self.learning_rate = 0.0
+        self.call_seconds = 0.0
 
-    def add(self, metrics: dict[str, float]):
+    def add(self, metrics: dict[str, float], call_seconds: float):
         self.learning_rate = metrics["lr"]
+        self.call_seconds = call_seconds
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, np.float32(0)) + np.float32(value)
 
@@ -128,6 +141,7 @@ class Window:
             f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={self.learning_rate:.2e}, wd={config.wd:.4f}, "
             f"loss={self.sums['loss'] / steps:.4f}, {shown(self.sums)}, grad_norm={norm}, "
             f"sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={100 * tflops / config.xla_peak_tflops if config.xla_peak_tflops else 0:.2f}%"
+            + (f", step_time={self.call_seconds:.4f}s" if config.log_step_time else "")
         )
 
 
@@ -138,9 +152,7 @@ def shown(sums: dict[str, np.float32]) -> str:
 def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config) -> str:
     """The original's validation line: loss is the mean over batches, terms are float32 sums over the sum of weights."""
     sums: dict[str, np.float32] = {}
-    count = 0
-    for batch in read_validation(files, config, state.samples):
-        count += 1
+    for count, batch in enumerate(read_validation(files, config, state.samples), start=1):
         for name, value in evaluate(state, batch).items():
             sums[name] = sums.get(name, np.float32(0)) + np.float32(value)
     return f"  VAL [{state.samples} samples]: loss={sums['loss'] / count:.4f}, {shown(sums)}"
@@ -150,7 +162,7 @@ def training_flops(model: ModelConfig) -> int:
     """Floating-point operations a sample, forward and backward: three times the forward's matrix products."""
     area, channels, ffn = model.num_points, model.hidden_size, model.ffn_dim
     blocks = model.num_layers * (8 * area * channels**2 + 4 * area**2 * channels + 6 * area * channels * ffn)
-    stem = 2 * NUM_PLANES * 9 * channels * area + 2 * NUM_GLOBALS * channels
+    stem = 2 * layout.NUM_PLANES * 9 * channels * area + 2 * layout.NUM_GLOBALS * channels
     heads = 12 * area * channels + 12 * channels + 58 * area * channels + 2 * channels * model.num_score_buckets
     return 3 * (blocks + stem + heads)
 

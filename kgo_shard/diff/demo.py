@@ -76,6 +76,7 @@ def run_demo(folder: Path, sample: Path, options: dict) -> int:
     ]
     facts = report.environment_facts() | run.tape_facts(tape)
     paths = report.write_report({"title": "kgo-shard demo", "environment": facts, "sections": sections, "verdict": verdict}, folder)
+    console.print()
     console.print(f"{verdict}\n{time.perf_counter() - started:.0f} s; report: {', '.join(map(str, paths))}", highlight=False)
     return 0 if passed else 1
 
@@ -94,8 +95,10 @@ def losses(side: Side, progress: Progress) -> list[float]:
 
 
 def mesh_section(check: mesh_check.MeshCheck) -> dict:
-    table = mesh_check.mesh_rows(check)
-    return {"title": "The mesh", "text": "", "columns": table[0], "rows": table[1], "verdict": check.verdict(), "image_png": None}
+    text = "A linear model with two weights, whose gradient is known, on the devices of this run."
+    columns = ["expectation", "expected", "got", "verdict"]
+    rows = [list(row) for row in mesh_check.mesh_rows(check)]
+    return {"title": "The mesh", "text": text, "columns": columns, "rows": rows, "verdict": check.verdict(), "image_png": None}
 
 
 def audit_section(objective: audit.Audit) -> dict:

@@ -166,9 +166,9 @@ def comparison_table(comparison: Comparison, title: str = "", all_leaves: bool =
 def section_table(section: dict) -> Table:
     """Any section of a report as a table for the terminal."""
     table = Table(title=section["title"] or None, caption=section["verdict"] or None, caption_justify="left")
-    for name in section["columns"]:
-        # A leaf's name is what people copy, so it is folded and never cut.
-        table.add_column(str(name), overflow="fold")
+    for index, name in enumerate(section["columns"]):
+        # A leaf's name is what people copy, so it is folded and never cut; the first column is what a row is about.
+        table.add_column(str(name), overflow="fold", no_wrap=index == 0)
     for row in section["rows"]:
         table.add_row(*(plain(cell) for cell in row), style="bold red" if any(is_bad(cell) for cell in row) else None)
     return table
@@ -209,7 +209,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid var(--line); }
-th { background: var(--soft); } tr.bad td { font-weight: 600; }
+th { background: var(--soft); white-space: nowrap; } tr.bad td { font-weight: 600; }
 /* A cell breaks between words only and has room for some: a table wider than the screen scrolls by itself, not the page. */
 td { overflow-wrap: normal; min-width: 3rem; max-width: 26rem; } td.text { min-width: 11rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .8rem; font-size: .9rem; margin: 0; }
