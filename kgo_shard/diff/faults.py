@@ -212,7 +212,16 @@ def local_weight_normalisation():
 
 
 def stop_gradient_dropped():
-    return mock.patch.object(loss, "sg", lambda x: x)
+    """In one term: the weights of the short-term optimistic policy push the value head."""
+
+    def faulty(original):
+        def term(*arguments):
+            with mock.patch.object(loss, "sg", lambda x: x):
+                return original(*arguments)
+
+        return term
+
+    return replaced(loss, "short_term_optimism_loss", faulty)
 
 
 def clip_before_reduction():
@@ -262,7 +271,7 @@ FAULTS = {
     "statistics_reduced_before_use": Fault(statistics_reduced_before_use, "loss_terms", "statistics averaged before use"),
     "local_weight_normalisation": Fault(local_weight_normalisation, "loss_terms", "loss divided by the local weights"),
     "naive_port": Fault(naive_port, "raw_gradient", "gradients D times too large: not cast to varying before grad"),
-    "stop_gradient_dropped": Fault(stop_gradient_dropped, "raw_gradient", "stop_gradient dropped"),
+    "stop_gradient_dropped": Fault(stop_gradient_dropped, "raw_gradient", "stop_gradient dropped in one term"),
     "gradients_summed": Fault(gradients_summed, "reduced_gradient", "gradients summed instead of averaged"),
     "leaf_not_reduced": Fault(leaf_not_reduced, "reduced_gradient", "one leaf not reduced"),
     "gradients_in_bfloat16": Fault(gradients_in_bfloat16, "reduced_gradient", "gradients reduced in bfloat16"),
