@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from . import convert
@@ -88,7 +89,10 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
         saved = content.get("ema_params")
         ema = init_ema(net) if saved is None else take(path, "ema_params", saved, like.ema)
     try:
-        statistics = MovingStatistics(np.float32(meta["moving_sum"]), np.float32(meta["moving_weight"]))
+        with np.errstate(over="ignore"):
+            statistics = MovingStatistics(np.float32(float(meta["moving_sum"])), np.float32(float(meta["moving_weight"])))
+        if not np.isfinite(statistics).all():
+            raise ValueError("not finite")
         step, samples = int(meta["step"]), int(meta["samples"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers ({error!r})") from None
@@ -99,12 +103,16 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
 def take(path: Path, kind: str, tree, like):
     """The leaves of one saved tree as `like`, in its dtypes; CheckpointError naming the leaf."""
     try:
-        net = convert.from_named(like, convert.flatten(tree))
+        named = convert.flatten(tree)
+        for name, leaf in named.items():
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise CheckpointError(f"{path}: {kind}: leaf {name} has dtype {leaf.dtype}, expected floating-point numbers")
+        net = convert.from_named(like, named)
         return jax.tree.map(lambda leaf, shape: np.asarray(leaf, shape.dtype), net, like)
     except convert.ConvertError as error:
         raise CheckpointError(f"{path}: {kind}: {error}") from None
-    except (AttributeError, TypeError, ValueError):
-        raise CheckpointError(f"{path}: {kind} holds something that is not an array of numbers") from None
+    except (AttributeError, TypeError):
+        raise CheckpointError(f"{path}: {kind} holds something that is not an array") from None
 
 
 def check_meta(path: Path, meta: dict[str, Any], config: Config):

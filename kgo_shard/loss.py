@@ -105,8 +105,8 @@ def seki_weight(statistics: MovingStatistics) -> Float[Array, ""]:
     return SEKI_SCALE / (SEKI_FLOOR + statistics.sum / statistics.weight)
 
 
-def cross_entropy(logits: Array, target: Array) -> Array:
-    return -jnp.sum(target * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+def cross_entropy(logits: Array, target: Array, axis: int = -1) -> Array:
+    return -jnp.sum(target * jax.nn.log_softmax(logits, axis=axis), axis=axis)
 
 
 def huber(prediction: Array, target: Array, delta: float) -> Array:
@@ -262,13 +262,13 @@ def seki_loss(outputs: Outputs, t: Targets, k):
     """Who lives in seki (three classes), and what stays unowned (two); k is their weight."""
     area = outputs.seki.shape[-1] * outputs.seki.shape[-2]
     seki, ownership = t.values[:, ValuePlane.seki], t.values[:, ValuePlane.ownership]
-    logits = jnp.moveaxis(outputs.seki, 1, -1)
-    life = jnp.stack([1 - seki * seki, jax.nn.relu(seki), jax.nn.relu(-seki)], axis=-1)
-    unowned = jnp.stack([1 - ownership * ownership, ownership * ownership], axis=-1)
-    unowned_logits = jnp.stack([logits[..., 3], jnp.zeros_like(logits[..., 3])], axis=-1)
-    both = jnp.sum(cross_entropy(logits[..., :3], life), axis=(1, 2)) + 0.5 * jnp.sum(
-        cross_entropy(unowned_logits, unowned), axis=(1, 2)
-    )
+    # The classes stay on axis 1, as the original has them: on the last axis the sums over them round otherwise, if rarely.
+    life = jnp.stack([1 - seki * seki, jax.nn.relu(seki), jax.nn.relu(-seki)], axis=1)
+    life_loss = jnp.sum(cross_entropy(outputs.seki[:, :3], life, axis=1), axis=(1, 2))
+    unowned = jnp.stack([1 - ownership * ownership, ownership * ownership], axis=1)
+    unowned_logits = jnp.stack([outputs.seki[:, 3], jnp.zeros_like(outputs.seki[:, 3])], axis=1)
+    unowned_loss = jnp.sum(cross_entropy(unowned_logits, unowned, axis=1), axis=(1, 2))
+    both = life_loss + 0.5 * unowned_loss
     return jnp.sum(((t.g * k * t.column(Column.ownership_weight)) * both) / area)
 
 

@@ -32,7 +32,7 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     path = Path(config.traindir) / checkpoint.FILE_NAME
     if path.parent.exists() and not path.parent.is_dir():
         raise ConfigError(f"traindir {path.parent} is not a folder: give --traindir another one")
-    for _ in read_validation(val_files, config, 0) if val_files else ():
+    for _ in read_validation(val_files, config, 0):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     state = start(path, config, log)
     step, evaluate = make_train_step(config), make_eval_step(config)

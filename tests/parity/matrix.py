@@ -15,10 +15,11 @@ from pathlib import Path
 
 from kgo_shard.__main__ import EXACT_FLAGS, SAMPLE, SAMPLE_OPTIONS
 
-DEVICES = ("one", "1", "2", "4", "8", "16")  # "one": the old side under plain jit, without --data-parallel
+DEVICES = ("1", "2", "4", "8", "16")
 STEPS_PER_CALL = (1, 4)
 CLIPPING = ("clip", "noclip")
-SETTINGS = tuple("x".join(map(str, setting)) for setting in itertools.product(DEVICES, STEPS_PER_CALL, CLIPPING))
+# "one" is the old side under plain jit, without --data-parallel; "1" is pmap over one device.
+SETTINGS = ("onex1xclip", "onex4xnoclip") + tuple("x".join(map(str, parts)) for parts in itertools.product(DEVICES, STEPS_PER_CALL, CLIPPING))
 
 
 def options_of(setting: str) -> dict:
