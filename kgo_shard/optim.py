@@ -105,16 +105,17 @@ def scale_by_adam(precision: Precision) -> optax.GradientTransformationExtraArgs
     def update(gradients, state, params=None, *, count, **_):
         beta1, beta2, epsilon = (jnp.asarray(x, dtype) for x in (ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON))
         t = count.astype(dtype)
-        correction1, correction2 = 1 - jnp.power(beta1, t), 1 - jnp.power(beta2, t)
 
-        def moments(g, m, v):
+        def leaf(g, m, v):
             g, m, v = (x.astype(dtype) for x in (g, m, v))
-            return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * (g * g)
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * (g * g)
+            # The corrections stay inside, once a leaf as in the original: where leaves share them, XLA divides otherwise.
+            m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+            return m_hat / (jnp.sqrt(v_hat) + epsilon), m.astype(precision.opt_state), v.astype(precision.opt_state)
 
-        both = jax.tree.map(moments, gradients, state.m, state.v)
-        m, v = jax.tree.transpose(jax.tree.structure(gradients), jax.tree.structure((0, 0)), both)
-        direction = jax.tree.map(lambda m, v: (m / correction1) / (jnp.sqrt(v / correction2) + epsilon), m, v)
-        return direction, jax.tree.map(lambda x: x.astype(precision.opt_state), AdamState(m, v))
+        leaves = jax.tree.map(leaf, gradients, state.m, state.v)
+        direction, m, v = jax.tree.transpose(jax.tree.structure(gradients), jax.tree.structure((0, 0, 0)), leaves)
+        return direction, AdamState(m, v)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
