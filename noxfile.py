@@ -7,16 +7,14 @@ import subprocess
 import sys
 
 import nox
-from nox.command import CommandFailed
 
 ROOT = pathlib.Path(__file__).resolve().parent
 PARITY_TESTS = ("tests/parity",)
-RECORDINGS = ("adamw_f32", "single_device_f32", "adamw_bf16compute")
-# With these flags the compiler neither fuses nor contracts a multiply and an add; the recordings' `exact/` folders were made so.
-EXACT_XLA_FLAGS = "--xla_disable_hlo_passes=fusion --xla_cpu_max_isa=SSE4_2"
+# `python -m tests.parity.recordings` alone replays all; its last full results are in tests/parity/results/recordings_jax_*.json.
+RECORDINGS_NOW = ("adamw_f32/exact", "single_device_f32/exact", "adamw_bf16compute/exact", "adamw_f32")
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["jax072", "jax012", "recordings"]
+nox.options.sessions = ["jax072", "jax012", "recordings", "recordings_now"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
@@ -86,29 +84,31 @@ def jax012(session: nox.Session) -> None:
     run_pytest(session, "jax==0.12.*", "jaxlib==0.12.*")
 
 
-@nox.session(python=PYTHON_RECORDINGS, venv_backend=None if PYTHON_RECORDINGS else "none")
-def recordings(session: nox.Session) -> None:
-    """legacy_pmap against recordings of the original, on the JAX that made them; `-- FOLDER` names the folder of recordings."""
+def find_traces(session: nox.Session) -> pathlib.Path:
+    """The folder of recordings: the session's only argument, or the one beside the checkout."""
     if len(session.posargs) > 1:
-        session.error("recordings takes at most one argument, the folder of recordings")
+        session.error(f"{session.name} takes at most one argument, the folder of recordings")
     traces = pathlib.Path(session.posargs[0]) if session.posargs else ROOT.parent / "shared" / "traces"
     if not traces.is_dir():
         if session.posargs:
             session.error(f"{traces}: no such folder")
-        not_run(session, f"no folder of recordings at {os.path.relpath(traces, ROOT)}; name one with `nox -s recordings -- FOLDER`")
+        not_run(session, f"no folder of recordings at {os.path.relpath(traces, ROOT)}; name one with `nox -s {session.name} -- FOLDER`")
+    return traces
+
+
+@nox.session(python=PYTHON_RECORDINGS, venv_backend=None if PYTHON_RECORDINGS else "none")
+def recordings(session: nox.Session) -> None:
+    """legacy_pmap against recordings of the original, on the JAX that made them: bits and bound; `-- FOLDER` names their folder."""
+    traces = find_traces(session)
     if PYTHON_RECORDINGS is None:
         not_run(session, "JAX 0.4.35 needs Python 3.11, 3.12 or 3.13, and none was found")
-    session.install("jax==0.4.35", "jaxlib==0.4.35", "numpy<2.5", "ml_dtypes", "pytest")
-    # case.json names its rows relative to the folder above the recordings.
-    data = traces.resolve().parent
-    failed = []
-    for name in RECORDINGS:
-        for case, xla_flags in ((name, None), (f"{name}/exact", EXACT_XLA_FLAGS)):
-            command = ["python", "-m", "tests.parity.legacy.replay_recording", str(traces / case), "--data", str(data)]
-            try:
-                session.run(*command, env={"XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"})
-            except CommandFailed:
-                failed.append(case)
-    print(f"\nrecordings: {2 * len(RECORDINGS) - len(failed)} passed, {len(failed)} failed", flush=True)
-    if failed:
-        session.error("not reproduced: " + ", ".join(failed))
+    session.install("jax==0.4.35", "jaxlib==0.4.35", "numpy<2.5", "ml_dtypes", "rich", "matplotlib")
+    session.run("python", "-m", "tests.parity.recordings", "--traces", str(traces))
+
+
+@nox.session
+def recordings_now(session: nox.Session) -> None:
+    """Both stacks against the recordings, on the newest JAX that this Python runs; `-- FOLDER` names the folder of recordings."""
+    traces = find_traces(session)
+    session.install("-e", ".[test]")
+    session.run("python", "-m", "tests.parity.recordings", "--traces", str(traces), "--cases", *RECORDINGS_NOW)

@@ -151,7 +151,7 @@ def log_line(state, config, lr, totals, steps, seconds, flops, call_seconds):
 
 
 def main(argv=None):
-    """The command line. Returns 0, 2 for a bad option, 1 for bad data or a checkpoint that does not fit (one line on stderr)."""
+    """The command line. Returns 0, or 2 with one line on stderr: a bad option, bad data, a checkpoint that does not fit."""
     try:
         config = parse_args(argv)
     except ValueError as error:
@@ -160,6 +160,6 @@ def main(argv=None):
     try:
         train(config)
     except (DataError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0

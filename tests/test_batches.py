@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kgo_shard import augment
-from kgo_shard.batches import draw_history, epoch_files, find_files, read_batches, read_packed_batches, read_validation
+from kgo_shard.batches import check_files, draw_history, epoch_files, find_files, read_batches, read_packed_batches, read_validation
 from kgo_shard.config import Config
 from kgo_shard.npz import DataError
 
@@ -298,3 +298,18 @@ def test_a_broken_index_is_named(tmp_path, text):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(DataError, match="nowhere: no such folder"):
         find_files(tmp_path / "nowhere")
+
+
+def test_files_are_checked_before_a_run_by_their_headers(tmp_path, stamped):
+    folder = tmp_path / "data"
+    with pytest.raises(DataError, match="data: no such folder"):
+        check_files(folder, make_config(), 16)
+    folder.mkdir()
+    with pytest.raises(DataError, match="data: holds no npz files"):
+        check_files(folder, make_config(), 16)
+    small, large = stamped(folder, "a.npz", 12), stamped(folder, "b.npz", 15)
+    with pytest.raises(DataError, match=r"no file holds the 16 rows of a batch \(largest: .*b\.npz with 15 rows\)"):
+        check_files(folder, make_config(), 16)
+    assert check_files(folder, make_config(), 15) == [small, large]
+    with pytest.raises(DataError, match="a.npz.*--pos-len"):
+        check_files(folder, make_config(pos_len=19), 15)

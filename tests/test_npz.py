@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kgo_shard.npz import DataError, load_rows
+from kgo_shard.npz import DataError, count_rows, load_rows
 
 PACKED, PLANES = "binaryInputNCHWPacked", "binaryInputNCHW"
 POLICY, TARGETS, SCORES, VALUES, GLOBALS = "policyTargetsNCMove", "globalTargetsNC", "scoreDistrN", "valueTargetsNCHW", "globalInputNC"
@@ -247,3 +247,47 @@ def test_a_damaged_file_loads_or_raises_data_error_and_nothing_else(data, small_
         assert str(path) in str(error)
     else:
         assert {len(value) for value in rows.values()} == {2}
+    try:
+        count_rows(path, 9)
+    except DataError as error:
+        assert str(path) in str(error)
+
+
+# The look at the headers before a run
+
+
+@pytest.mark.parametrize(("board", "pos_len", "num_rows"), [("rows9", 9, 192), ("rows19", 19, 64)])
+def test_rows_are_counted_from_the_headers(board, pos_len, num_rows, request):
+    assert count_rows(request.getfixturevalue(board) / "train" / "data0.npz", pos_len) == num_rows
+
+
+def test_whatever_loads_is_counted(write, six_rows):
+    planes = np.unpackbits(six_rows[PACKED], axis=-1, count=81).reshape(6, 22, 9, 9)
+    extra = np.concatenate([six_rows[POLICY]] * 2, axis=1)
+    for changes in ({}, {PACKED: None, PLANES: planes}, {POLICY: extra}, {"pos_len": np.array(9), "note": np.array("hello")}):
+        path = write(**changes)
+        assert count_rows(path, 9) == len(load_rows(path, 9)[TARGETS]) == 6
+
+
+@pytest.mark.parametrize("key", USED)
+def test_headers_that_do_not_fit_are_refused_as_the_rows_are(write, six_rows, key):
+    for value in (None, six_rows[key][..., :8], six_rows[key][None], six_rows[key].reshape(-1)):
+        path = write(**{key: value})
+        with pytest.raises(DataError) as error:
+            count_rows(path, 9)
+        assert str(error.value) == refusal(path)
+
+
+def test_files_whose_headers_cannot_be_read_are_refused(tmp_path, write):
+    path = write()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="damaged"):
+        count_rows(path, 9)
+    with pytest.raises(DataError, match="no such file"):
+        count_rows(tmp_path / "nothing.npz", 9)
+
+
+def test_headers_of_object_arrays_run_nothing(write, tmp_path):
+    marker = tmp_path / "marker"
+    count_rows(write(**{GLOBALS: np.full((6, 19), RunsCode(marker), dtype=object)}), 9)
+    assert not marker.exists()

@@ -1,11 +1,20 @@
 """Replays one recording of the original (shared/traces) through a stack and compares everything that was kept.
 
-    python -m tests.parity.legacy.replay_recording CASE_DIR --data DIR [--stack legacy_pmap] [--compute float64] [--json OUT] [--dump OUT.npz]
-        [--recorded-kernel]
+    python -m tests.parity.legacy.replay_recording CASE_DIR --data DIR [--stack legacy_pmap|kgo_shard] [--compute float64]
+        [--json OUT] [--dump OUT.npz] [--recorded-kernel]
 
 CASE_DIR may be a case or its exact/ folder, which switches exact mode on. One line per item: name, equal bits or not, relative norm
-error. Exit code 0: all equal; 1: something differs; 2: the recording could not be read. Sets JAX's flags itself, so run it as a
-program, one case a process.
+error. Sets JAX's flags itself, so run it as a program, one case a process. `tests/parity/recordings.py` runs it for many cases and
+judges what is not equal by the three-way bound.
+
+Exit code 0: every item equal in all its bits. 1: something differs. 2: the recording could not be read. On another JAX than the
+recordings' bits are bound to differ; on theirs (0.4.35) they depend on nothing but the processor's matrix kernels, so there:
+
+- with the recordings' kernels every item must be equal as it is;
+- else the case is replayed once more with the one product in which the kernels were found to differ summed as on the recording
+  machine (`use_recorded_kernel`), and then every item must be equal. Exit code 0, and a line NOT THE RECORDINGS' KERNELS says how
+  many items differed before. Nothing but that product was changed, so what differed lies downstream of it;
+- what differs even so is a finding: exit code 1.
 """
 
 import argparse
@@ -26,6 +35,13 @@ import numpy as np
 
 EXACT_FLAGS = "--xla_disable_hlo_passes=fusion --xla_cpu_max_isa=SSE4_2"
 EPOCH_SEED = 1234
+VALIDATION_SEED = 999983
+# The order of the metric vectors in values.npz (spec, section 3).
+METRICS = (
+    "loss p0loss p1loss p0softloss p1softloss p0lopt p0sopt vloss tdvloss1 tdvloss2 tdvloss3 tdsloss oloss sloss fploss skloss smloss "
+    "sbcdfloss sbpdfloss sdregloss leadloss vtimeloss evstloss esstloss pacc1 wsum"
+).split()
+LOGGED_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 
 
 def read_case(folder):
@@ -113,53 +129,102 @@ def read_recorded_state(path):
     return flat, meta
 
 
-def replay_steps(stack, config, case, folder, files):
-    """From step_0000 through the run's batches: yields (name, recorded, replayed) at every kept step."""
+def compare_state(prefix, recorded_path, replayed):
+    recorded = read_recorded_state(recorded_path)[0]
+    for name in recorded.keys() | replayed.keys():
+        yield f"{prefix}/{name}", recorded.get(name), replayed.get(name)
+
+
+def replay_steps(stack, config, case, folder, files, data, unprinted):
+    """From step_0000 through the run's batches: yields (name, recorded, replayed) at every kept step, the loaded start included.
+
+    Fills `unprinted` with the figures of every log line in full precision: "step=1/loss", "VAL/p0loss".
+    """
     step = stack.make_train_step(config)
     state = stack.load_checkpoint(folder / "step_0000.pkl", config)
+    yield from compare_state("step_0000", folder / "step_0000.pkl", stack.to_host(state))
     order = sorted(files)
     np.random.default_rng(EPOCH_SEED).shuffle(order)
     stream = stack.read_batches(order, config, EPOCH_SEED)
-    done = 0
+    dtype = dtype_of(config)
+    done, totals, since = 0, {}, 0
     while done < case["steps"]:
         count = min(config.steps_per_jit, case["steps"] - done)
-        state, _ = step(state, [next(stream) for _ in range(count)])
+        state, metrics = step(state, [next(stream) for _ in range(count)])
         done += count
+        add_to(totals, metrics, dtype)
+        if done - since >= config.print_every:
+            figures = figures_of(totals, done - since) | {"grad_norm": totals["grad_norm"] / (done - since), "lr": dtype(metrics["lr"])}
+            unprinted.update({f"step={done}/{name}": value for name, value in figures.items()})
+            totals, since = {}, done
         path = folder / f"step_{done:04d}.pkl"
         if path.exists():
-            recorded, replayed = read_recorded_state(path)[0], stack.to_host(state)
-            for name in recorded.keys() | replayed.keys():
-                yield f"step_{done:04d}/{name}", recorded.get(name), replayed.get(name)
+            yield from compare_state(path.stem, path, stack.to_host(state))
+    if (folder / "train.log").exists():
+        quiet = stack.Config(**{**options_of(case["flags"]), "compute_dtype": config.compute_dtype, "symmetry_type": "none"})
+        evaluate, totals, count = stack.make_eval_step(config), {}, 0
+        val_files = [str(path) for path in sorted((Path(data) / "val").glob("*.npz"))]
+        for batch in stack.read_batches(val_files, quiet, config.seed + int(stack.to_host(state)["samples"]) + VALIDATION_SEED):
+            add_to(totals, evaluate(state, batch), dtype)
+            count += 1
+            if count == config.max_val_batches:
+                break
+        unprinted.update({f"VAL/{name}": value for name, value in figures_of(totals, count).items()})
+
+
+def dtype_of(config):
+    return np.float64 if config.compute_dtype == "float64" else np.float32
+
+
+def add_to(totals, metrics, dtype):
+    for name, value in metrics.items():
+        totals[name] = totals.get(name, dtype(0)) + dtype(value)
+
+
+def figures_of(totals, count):
+    """What a log line shows: the loss is the mean over `count` steps, a term its sum over the sum of weights."""
+    return {"loss": totals["loss"] / count} | {name: totals[name] / totals["wsum"] for name in LOGGED_TERMS}
 
 
 def replay_values(stack, config, config_1, case, folder, files):
-    """Everything of values.npz, taken as the traces' README says."""
+    """Everything of values.npz, taken as the traces' README says; "start/..." is the state it starts from, as loaded.
+
+    kgo_shard's gradient function returns no moving statistics: those of its probe's step are taken, which is the train step's body.
+    """
     start = min(path for path in folder.glob("step_*.pkl") if path.name != "step_0000.pkl")
     batch = next(stack.read_batches(sorted(files), config, case["batch_seed"]))
     closed = {"constants": True} if "constants" in inspect.signature(stack.make_gradient).parameters else {}  # legacy_pmap only
-    replayed = {}
+    replayed, dtype = {}, dtype_of(config)
 
     def vector(metrics, loss_scale=1):
-        return np.asarray([metrics[name] * (loss_scale if name == "loss" else 1) for name in stack.METRICS], dtype)
+        return np.asarray([metrics[name] * (loss_scale if name == "loss" else 1) for name in METRICS], dtype)
 
-    dtype = np.float64 if config.compute_dtype == "float64" else np.float32
+    def one_probed_step(config):
+        """The stages of one step as a flat dict, and the moving statistics after it."""
+        after, stages = stack.make_probe(config)(stack.load_checkpoint(start, config), batch)
+        host = stack.to_host(after)
+        if not isinstance(stages, dict):  # kgo_shard's named tuple
+            stages = {f"loss_terms/{name}": array for name, array in stages.terms_local._asdict().items()}
+        return stages, [host["moving_sum"], host["moving_weight"]]
+
+    def gradient_on(config, name, loss_scale):
+        grads, metrics = stack.make_gradient(config, **closed)(stack.load_checkpoint(start, config), batch)
+        replayed.update({f"grad_{name}/{leaf}": array for leaf, array in grads.items()})
+        replayed[f"metrics_train_{name}"] = vector(metrics, loss_scale)
+        if "moving_sum" in metrics:
+            return [metrics["moving_sum"], metrics["moving_weight"]]
+
     state = stack.load_checkpoint(start, config_1)
+    yield from compare_state("start", start, stack.to_host(state))
     replayed.update({f"out/{name}": array[:4] for name, array in stack.head_outputs(state, batch, config_1).items()})
-    grads, metrics = stack.make_gradient(config_1, **closed)(state, batch)
-    replayed.update({f"grad_1/{name}": array for name, array in grads.items()})
-    replayed["metrics_train_1"] = vector(metrics)
-    if "moving_sum" in metrics:
-        replayed["moving_1"] = np.asarray([metrics["moving_sum"], metrics["moving_weight"]], dtype)
+    moving = gradient_on(config_1, "1", 1) or one_probed_step(config_1)[1]
+    replayed["moving_1"] = np.asarray(moving, dtype)
     replayed["metrics_eval_1"] = vector(stack.make_eval_step(config_1, **closed)(state, batch))
     if config.data_parallel:
-        state = stack.load_checkpoint(start, config)
-        grads, metrics = stack.make_gradient(config, **closed)(state, batch)
-        replayed.update({f"grad_D/{name}": array for name, array in grads.items()})
-        replayed["metrics_train_D"] = vector(metrics, case["devices"])  # recorded before the division by D
-        if "moving_sum" in metrics:
-            replayed["moving_D"] = np.asarray([metrics["moving_sum"], metrics["moving_weight"]], dtype)
-        stages = stack.make_probe(config)(state, batch)[1]
-        replayed["metrics_local_D"] = np.stack([stages[f"loss_terms/{name}"] for name in stack.METRICS], axis=1)
+        moving = gradient_on(config, "D", case["devices"])  # the loss is recorded before the division by D
+        stages, probed_moving = one_probed_step(config)
+        replayed["moving_D"] = np.asarray(moving or probed_moving, dtype)
+        replayed["metrics_local_D"] = np.stack([stages[f"loss_terms/{name}"] for name in METRICS], axis=1)
     with np.load(folder / "values.npz") as recorded:
         for name in recorded.keys() | replayed.keys():
             yield f"values/{name}", recorded[name] if name in recorded else None, replayed.get(name)
@@ -173,9 +238,12 @@ def replay_batches(stack, config, case, folder, files):
             yield f"batches/{name}", recorded[name] if name in recorded else None, replayed.get(name)
 
 
+def without_timings(line):
+    return re.sub(r", (time|sps|TFLOPS|MFU)=[^,]*", "", line)
+
+
 def replay_log(stack, config, case, folder, data):
-    """The trainer itself, resumed at step 0: (name, recorded text, printed text) without the timings; and the last file's meta."""
-    strip = lambda line: re.sub(r", (time|sps|TFLOPS|MFU)=[^,]*", "", line)
+    """The trainer itself, resumed at step 0: (name, recorded text, printed text) without the timings; and its last file's meta."""
     with tempfile.TemporaryDirectory() as folder_out:
         options = {name: getattr(config, name) for name in config.__dataclass_fields__} | {"traindir": folder_out, "datadir": str(data)}
         checkpoint = Path(folder_out) / "checkpoint_jax.pkl"
@@ -184,12 +252,13 @@ def replay_log(stack, config, case, folder, data):
         with contextlib.redirect_stdout(printed):
             stack.train(stack.Config(**options))
         meta = read_recorded_state(checkpoint)[1]
-    lines = [strip(line) for line in printed.getvalue().splitlines() if line.startswith(("step=", "  VAL"))]
-    recorded = [strip(line) for line in (folder / "train.log").read_text().splitlines()]
+    lines = [without_timings(line) for line in printed.getvalue().splitlines() if line.startswith(("step=", "  VAL"))]
+    recorded = [without_timings(line) for line in (folder / "train.log").read_text().splitlines()]
     for i in range(max(len(lines), len(recorded))):
         yield f"log/{i}", recorded[i] if i < len(recorded) else None, lines[i] if i < len(lines) else None
-    last = sorted(folder.glob("step_*.pkl"))[-1]
-    yield f"meta/{last.stem}", repr(read_recorded_state(last)[1]), repr(meta)
+    recorded_meta = read_recorded_state(sorted(folder.glob("step_*.pkl"))[-1])[1]
+    for name in recorded_meta.keys() | meta.keys():
+        yield f"meta/{name}", repr(recorded_meta[name]) if name in recorded_meta else None, repr(meta[name]) if name in meta else None
 
 
 def compare(name, recorded, replayed):
@@ -198,7 +267,7 @@ def compare(name, recorded, replayed):
         return {"name": name, "equal": False, "relative": None, "note": "not replayed" if replayed is None else "not recorded"}
     if isinstance(recorded, str):
         note = {} if recorded == replayed else {"note": f"recorded {recorded!r}, replayed {replayed!r}"}
-        return {"name": name, "equal": recorded == replayed, "relative": None, **note}
+        return {"name": name, "equal": recorded == replayed, "relative": None, "text": replayed, **note}
     if recorded.shape != replayed.shape:
         return {"name": name, "equal": False, "relative": None, "note": f"shape {replayed.shape}, recorded {recorded.shape}"}
     old, new = (np.asarray(array).astype(np.float64) for array in (recorded, replayed))
@@ -207,12 +276,40 @@ def compare(name, recorded, replayed):
     return {"name": name, "equal": equal, "relative": float(apart / size) if size else float(apart)}
 
 
+def replay(stack, config, config_1, case, folder, files, data, skip_log):
+    """Everything of one case: (items as `compare` makes them, replayed arrays by name)."""
+    unprinted = {}
+    stages = [replay_values(stack, config, config_1, case, folder, files),
+              replay_steps(stack, config, case, folder, files, data, unprinted)]
+    if (folder / "batches.npz").exists():
+        stages.insert(0, replay_batches(stack, config, case, folder, files))
+    if (folder / "train.log").exists() and not skip_log:
+        stages.append(replay_log(stack, config, case, folder, data))
+    items, arrays = [], {}
+    for name, recorded, replayed in (item for stage in stages for item in sorted(stage, key=lambda item: item[0])):
+        items.append(compare(name, recorded, replayed))
+        if isinstance(replayed, np.ndarray | np.generic):
+            arrays[name] = np.asarray(replayed)
+    return items, arrays | {f"figures/{name}": np.asarray(value) for name, value in unprinted.items()}
+
+
+def show(items, quiet):
+    for item in items:
+        if not (quiet and item["equal"]):
+            error = "" if item["relative"] is None else f"  {item['relative']:.3e}"
+            print(f"{item['name']:60s} {'equal' if item['equal'] else 'DIFFERS'}{error}  {item.get('note', '')}".rstrip(), flush=True)
+
+
+def all_equal(items):
+    return all(item["equal"] for item in items)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case_dir")
     parser.add_argument("--data", required=True, help="the data folder, with train/ and val/")
     parser.add_argument("--stack", default="legacy_pmap")
-    parser.add_argument("--compute", help="compute dtype instead of the case's; float64: the reference")
+    parser.add_argument("--compute", help="compute dtype instead of the case's; float64: the reference (legacy_pmap only)")
     parser.add_argument("--json")
     parser.add_argument("--dump", help="npz of the replayed arrays")
     parser.add_argument("--skip-log", action="store_true", help="do not run the trainer itself")
@@ -221,7 +318,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
 
     started = time.perf_counter()
-    case, folder, exact = read_case(args.case_dir)
+    try:
+        case, folder, exact = read_case(args.case_dir)
+    except (OSError, ValueError) as error:
+        print(f"{args.case_dir}: not a recording ({error})", file=sys.stderr)
+        return 2
+    files = [str(path) for path in sorted((Path(args.data) / "train").glob("*.npz"))]
+    if not files:
+        print(f"no files in {args.data}/train", file=sys.stderr)
+        return 2
     float64 = args.compute == "float64"
     jax = start_jax(case["devices"], exact, float64)
     stack = importlib.import_module(args.stack)
@@ -230,29 +335,31 @@ def main(argv=None):
     options = {**options_of(case["flags"]), "compute_dtype": args.compute or case["compute"]}
     config = stack.Config(**options)
     config_1 = stack.Config(**{**options, "data_parallel": False})
-    files = stack.list_files(Path(args.data) / "train") if hasattr(stack, "list_files") else [
-        str(path) for path in sorted((Path(args.data) / "train").glob("*.npz"))]
-    if not files:
-        print(f"no files in {args.data}/train", file=sys.stderr)
-        return 2
 
-    stages = [replay_values(stack, config, config_1, case, folder, files), replay_steps(stack, config, case, folder, files)]
-    if (folder / "batches.npz").exists():
-        stages.insert(0, replay_batches(stack, config, case, folder, files))
-    if (folder / "train.log").exists() and not float64 and not args.skip_log:
-        stages.append(replay_log(stack, config, case, folder, args.data))
-    items, dump = [], {}
-    for stage in stages:
-        for name, recorded, replayed in sorted(stage, key=lambda item: item[0]):
-            items.append(compare(name, recorded, replayed))
-            if isinstance(replayed, np.ndarray):
-                dump[name] = replayed
-                if float64 and not name.startswith("batches/") and replayed.dtype not in (np.float64, np.int64):
-                    items[-1]["note"] = f"dtype {replayed.dtype} in the float64 reference"
-            item = items[-1]
-            if not (args.quiet and item["equal"]):
-                error = "" if item["relative"] is None else f"  {item['relative']:.3e}"
-                print(f"{name:60s} {'equal' if item['equal'] else 'DIFFERS'}{error}  {item.get('note', '')}".rstrip(), flush=True)
+    def run():
+        return replay(stack, config, config_1, case, folder, files, args.data, args.skip_log or float64)
+
+    items, arrays = run()
+    if float64:
+        for item in items:
+            dtype = arrays[item["name"]].dtype if item["name"] in arrays else None
+            if dtype not in (None, np.float64, np.int64) and not item["name"].startswith("batches/"):
+                item["note"] = f"dtype {dtype} in the float64 reference"
+    show(items, args.quiet)
+    as_recorded = args.stack == "legacy_pmap" and jax.__version__ == case["jax"] and not float64
+    kernels, reproduced = None, all_equal(items)
+    if as_recorded and not args.recorded_kernel:
+        kernels = "the recordings'"
+        if not reproduced:
+            use_recorded_kernel(jax, case["batch"])
+            emulated = run()[0]
+            reproduced = all_equal(emulated)
+            differing = sum(not item["equal"] for item in items)
+            kernels = "others, all bits equal with the recordings' emulated" if reproduced else "unknown"
+            print(f"NOT THE RECORDINGS' KERNELS: {differing} of {len(items)} items differ with this processor's matrix kernels; with the "
+                  "gradient of policy_head/linear_board/w on one device summed as on the recording machine "
+                  + ("all are equal in every bit" if reproduced else "these still differ:"), flush=True)
+            show(emulated, quiet=True)
     equal = sum(item["equal"] for item in items)
     worst = max((item["relative"] for item in items if item["relative"] is not None), default=0.0)
     seconds = time.perf_counter() - started
@@ -261,10 +368,11 @@ def main(argv=None):
     if args.json:
         Path(args.json).write_text(json.dumps({
             "case": str(folder), "stack": args.stack, "jax": jax.__version__, "exact": exact, "compute": config.compute_dtype,
-            "xla_flags": os.environ["XLA_FLAGS"], "seconds": seconds, "items": items}, indent=1))
+            "xla_flags": os.environ["XLA_FLAGS"], "kernels": kernels, "reproduced": reproduced, "seconds": seconds, "items": items},
+            indent=1))
     if args.dump:
-        np.savez(args.dump, **dump)
-    return 0 if equal == len(items) else 1
+        np.savez(args.dump, **arrays)
+    return 0 if reproduced else 1
 
 
 if __name__ == "__main__":

@@ -87,6 +87,6 @@ def test_directories_are_required():
 
 def test_main_exit_codes(tmp_path, capsys):
     flags = ["--traindir", str(tmp_path / "out"), "--datadir", "/nowhere", "--pos-len", "9", "--model-kind", "b2c32"]
-    assert stack.main(flags) == 1
+    assert stack.main(flags) == 2
     error = capsys.readouterr().err
     assert "/nowhere" in error and error.count("\n") == 1 and os.listdir(tmp_path) == []
