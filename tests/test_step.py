@@ -1,9 +1,11 @@
 """The compiled steps: one step or four, one device or eight, before and after a load; and what they refuse.
 
-Compiling is what costs here, so the module compiles a handful of programs for eight devices and shares them.
+Compiling is what costs here, so the module compiles a handful of programs for eight devices and shares them. Its steps take
+their state's buffers (donation), so every test begins with a state of its own: fresh, or loaded from a step of the shared run.
 """
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ OPTIONS = dict(
     max_training_samples=12 * 16,
     ema_decay=0.9,
     grad_clip_norm=1.0,
+    donate_train_buffers=True,
     data_parallel=True,
     data_parallel_devices=DEVICES,
 )
@@ -105,79 +108,88 @@ def evaluate(traces):
         yield make_eval_step(CONFIG)
 
 
-@pytest.fixture(scope="module")
-def fresh():
-    return init_state(CONFIG)
+class Run(NamedTuple):
+    """Six single steps from a fresh start: entry i of `states` and `paths` is after i steps."""
+
+    states: list[dict]  # as to_host gives them
+    paths: list  # their checkpoints
+    metrics: list[dict]  # of the six steps
+
+    def load(self, i):
+        return load_checkpoint(self.paths[i], CONFIG)
 
 
 @pytest.fixture(scope="module")
-def run(step, fresh, batches):
-    """States before the first and after each of six single steps, and the metrics of the six."""
-    states, metrics = [fresh], []
-    for batch in batches[:6]:
-        state, found = step(states[-1], [batch])
-        states.append(state)
-        metrics.append(found)
-    return states, metrics
+def run(step, batches, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    found = Run([], [], [])
+    state = init_state(CONFIG)
+    for i, batch in enumerate([None, *batches[:6]]):
+        if batch is not None:
+            state, metrics = step(state, [batch])
+            found.metrics.append(metrics)
+        found.states.append(to_host(state))
+        found.paths.append(folder / f"{i}.pkl")
+        save_checkpoint(found.paths[i], state, CONFIG)
+    return found
 
 
 # Many steps
 
 
-def test_four_steps_in_one_call_equal_four_calls_bit_for_bit(step, fresh, batches, run):
-    states, singles = run
-    state, metrics = step(fresh, batches[:4])
-    assert_same_bits(to_host(states[4]), to_host(state))
+def test_four_steps_in_one_call_equal_four_calls_bit_for_bit(step, batches, run):
+    state, metrics = step(init_state(CONFIG), batches[:4])
+    assert_same_bits(run.states[4], to_host(state))
     summed = {name: np.float32(0) for name in metrics}
-    for single in singles[:4]:
+    for single in run.metrics[:4]:
         summed = {name: total + np.float32(single[name]) for name, total in summed.items()}
     assert {name: value for name, value in metrics.items() if name != "lr"} == {name: float(value) for name, value in summed.items() if name != "lr"}
-    assert metrics["lr"] == singles[3]["lr"]
+    assert metrics["lr"] == run.metrics[3]["lr"]
 
 
 def test_metrics_are_floats_under_the_specifications_names(run):
-    _, metrics = run
-    assert list(metrics[0]) == [*Terms._fields, "grad_norm", "lr"]
-    assert {type(value) for value in metrics[0].values()} == {float}
-    assert all(np.isfinite(list(found.values())).all() for found in metrics)
-    assert metrics[0]["wsum"] == 16 and metrics[0]["grad_norm"] > 1
+    assert list(run.metrics[0]) == [*Terms._fields, "grad_norm", "lr"]
+    assert {type(value) for value in run.metrics[0].values()} == {float}
+    assert all(np.isfinite(list(found.values())).all() for found in run.metrics)
+    assert run.metrics[0]["wsum"] == 16 and run.metrics[0]["grad_norm"] > 1
 
 
 def test_counts_advance_by_steps_and_rows(run, step, batches):
-    states, _ = run
-    assert [(state.step, state.samples) for state in states] == [(i, 16 * i) for i in range(7)]
-    assert all(type(state.step) is int and type(state.samples) is int for state in states)
-    state, _ = step(states[1], batches[1:5])
-    assert (state.step, state.samples) == (5, 80)
-    flat_state = to_host(states[6])
+    assert [(state["step"], state["samples"]) for state in run.states] == [(i, 16 * i) for i in range(7)]
+    state, _ = step(run.load(1), batches[1:5])
+    assert (state.step, state.samples) == (5, 80) and type(state.step) is int and type(state.samples) is int
     # The weight of the statistics counts the steps too: 1 + 0.998 + 0.998^2 + ...
-    np.testing.assert_allclose(flat_state["moving_weight"], sum(0.998**i for i in range(6)), rtol=limits.summation_limit(12, 1, FLOAT))
+    np.testing.assert_allclose(run.states[6]["moving_weight"], sum(0.998**i for i in range(6)), rtol=limits.summation_limit(12, 1, FLOAT))
 
 
-def test_the_learning_rates_that_are_applied_are_the_schedules(run, step, batches, tmp_path):
-    states, metrics = run
-    rates = [found["lr"] / 1e-3 for found in metrics]
+def test_the_learning_rates_that_are_applied_are_the_schedules(run, step, batches):
+    rates = [found["lr"] / 1e-3 for found in run.metrics]
     np.testing.assert_allclose(rates, [0.25, 0.5, 0.75, 1.0, 1.0, 0.9619], atol=5e-5)
     # Stopped after 3 steps and resumed, the fourth step applies 1.0.
-    save_checkpoint(tmp_path / "three.pkl", states[3], CONFIG)
-    _, resumed = step(load_checkpoint(tmp_path / "three.pkl", CONFIG), [batches[3]])
-    assert resumed["lr"] == metrics[3]["lr"]
+    _, resumed = step(run.load(3), [batches[3]])
+    assert resumed["lr"] == run.metrics[3]["lr"]
     # What was applied, not only reported: without decay a first AdamW step moves a bias by nearly the learning rate.
-    before, after = to_host(states[0]), to_host(states[1])
-    moved = np.abs(after["params/value_head/linear_sv/b"] - before["params/value_head/linear_sv/b"])
+    name = "params/value_head/linear_sv/b"
+    moved = np.abs(run.states[1][name] - run.states[0][name])
     assert 0.99 * 0.25e-3 < moved.max() <= 0.25e-3 * (1 + 1e-6)
 
 
-def test_a_loaded_state_continues_bit_for_bit(run, step, batches, tmp_path):
-    states, _ = run
-    save_checkpoint(tmp_path / "two.pkl", states[2], CONFIG)
-    state = load_checkpoint(tmp_path / "two.pkl", CONFIG)
-    for batch in batches[2:5]:
-        state, _ = step(state, [batch])
-    assert_same_bits(to_host(states[5]), to_host(state))
+def test_a_loaded_state_continues_bit_for_bit(run, step, batches):
+    state = run.load(2)
+    for i in (2, 3, 4):
+        state, _ = step(state, [batches[i]])
+        assert_same_bits(run.states[i + 1], to_host(state))
 
 
-def test_each_shape_is_traced_and_compiled_once(step, evaluate, fresh, batches, unturned, run, traces, tmp_path):
+def test_the_old_states_buffers_are_given_to_the_new_one(run, step, batches):
+    # With a moving average, which starts as the parameters: from a fresh start, and after a load.
+    for state in (init_state(CONFIG), run.load(0)):
+        after, _ = step(state, [batches[0]])
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.learned))
+        assert_same_bits(run.states[1], to_host(after))
+
+
+def test_each_shape_is_traced_and_compiled_once(step, evaluate, batches, unturned, run, traces, tmp_path):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
@@ -191,7 +203,7 @@ def test_each_shape_is_traced_and_compiled_once(step, evaluate, fresh, batches, 
         evaluate(state, unturned)
         return step(state, batches[:4])[0]
 
-    state = rounds(fresh)  # a fresh start: here everything is compiled that has not been
+    state = rounds(init_state(CONFIG))  # a fresh start: here everything is compiled that has not been
     save_checkpoint(tmp_path / "state.pkl", state, CONFIG)
     loaded = load_checkpoint(tmp_path / "state.pkl", CONFIG)
     compiled.clear()
@@ -204,30 +216,27 @@ def test_each_shape_is_traced_and_compiled_once(step, evaluate, fresh, batches, 
 
 
 def test_evaluation_leaves_the_state_and_the_training_as_they_are(step, evaluate, run, batches, unturned):
-    states, _ = run
-    before = to_host(states[2])
-    first, second = evaluate(states[2], unturned), evaluate(states[2], unturned)
+    state = run.load(2)
+    first, second = evaluate(state, unturned), evaluate(state, unturned)
     assert first == second and list(first) == list(Terms._fields)
-    assert_same_bits(before, to_host(states[2]))
-    after, _ = step(states[2], [batches[2]])
-    assert_same_bits(to_host(states[3]), to_host(after))
+    assert_same_bits(run.states[2], to_host(state))
+    after, _ = step(state, [batches[2]])
+    assert_same_bits(run.states[3], to_host(after))
 
 
 def test_evaluation_takes_the_live_parameters_and_the_constant_seki_weight(evaluate, run, unturned):
-    states, _ = run
-    learned = states[4].learned
+    learned, start = run.load(4).learned, run.load(0)
     # Neither the average nor the statistics have a say.
-    other = learned.__class__(learned.net, learned.opt_state, states[0].learned.ema, states[0].learned.statistics)
-    assert evaluate(TrainState(other, 0, 0), unturned) == evaluate(states[4], unturned)
-    assert evaluate(states[4], unturned) != evaluate(states[0], unturned)
+    other = learned.__class__(learned.net, learned.opt_state, start.learned.ema, start.learned.statistics)
+    assert evaluate(TrainState(other, 0, 0), unturned) == evaluate(run.load(4), unturned)
+    assert evaluate(run.load(4), unturned) != evaluate(start, unturned)
 
 
 # Moving average
 
 
 def test_the_average_is_taken_after_the_update_bit_for_bit(run):
-    states, _ = run
-    before, after = to_host(states[0]), to_host(states[1])
+    before, after = run.states[0], run.states[1]
     f, d = np.float32, 0.9
     names = [name.removeprefix("params/") for name in after if name.startswith("params/")]
     for name in names:
@@ -236,48 +245,27 @@ def test_the_average_is_taken_after_the_update_bit_for_bit(run):
     assert any((after[f"ema_params/{name}"] != before[f"params/{name}"]).any() for name in names)
 
 
-def test_donation_runs_with_an_average_from_a_fresh_start_and_after_a_load(run, batches, tmp_path):
-    states, _ = run
-    config = CONFIG.replace(donate_train_buffers=True)
-    donating = make_train_step(config)
-    first = init_state(config)
-    second, _ = donating(first, [batches[0]])
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.learned)), "nothing was donated: this test shows nothing"
-    assert_same_bits(to_host(states[1]), to_host(second))
-    save_checkpoint(tmp_path / "one.pkl", second, config)
-    third, _ = donating(load_checkpoint(tmp_path / "one.pkl", config), [batches[1]])
-    assert_same_bits(to_host(states[2]), to_host(third))
-    fourth, _ = donating(third, [batches[2]])
-    assert_same_bits(to_host(states[3]), to_host(fourth))
-
-
-def test_without_donation_the_old_state_lives_on(run):
-    states, _ = run
-    assert not any(leaf.is_deleted() for state in states for leaf in jax.tree.leaves(state.learned))
-
-
 # Devices
 
 
-def test_every_result_is_the_same_on_every_device(run):
-    states, _ = run
-    for path, leaf in jax.tree_util.tree_leaves_with_path(states[6].learned):
+def test_every_result_is_the_same_on_every_device(step, batches):
+    state, _ = step(init_state(CONFIG), batches[:4])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.learned):
         shards = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
         assert len(leaf.addressable_shards) == DEVICES and len(shards) == 1, path
 
 
 @pytest.fixture(scope="module")
-def probed(fresh, batches):
+def probed(batches):
     """State and stages of the first step on eight devices."""
-    return make_probe(CONFIG)(fresh, batches[0])
+    return make_probe(CONFIG)(init_state(CONFIG), batches[0])
 
 
 def test_the_probe_is_the_step(probed, run, batches):
     state, stages = probed
-    states, metrics = run
-    assert_same_bits(to_host(states[1]), to_host(state))
+    assert_same_bits(run.states[1], to_host(state))
     assert {name: float(value) for name, value in stages.terms._asdict().items()} | {"grad_norm": float(stages.norm)} == {
-        name: value for name, value in metrics[0].items() if name != "lr"
+        name: value for name, value in run.metrics[0].items() if name != "lr"
     }
 
 
@@ -310,13 +298,12 @@ def test_the_gradient_is_the_mean_of_what_each_device_would_compute_alone(probed
 
 
 def test_the_statistics_are_those_of_the_whole_batch(run, batches):
-    states, _ = run
     total = 0.0
-    for state, batch in zip(states[1:], batches):
+    for state, batch in zip(run.states[1:], batches):
         ownership = batch["valueTargetsNCHW"][:, 0].astype(np.float64)
         weight = batch["globalTargetsNC"][:, 27].astype(np.float64)
         total = 0.998 * total + (np.sum(1 - ownership**2, axis=(1, 2)) / 82 * weight).mean()
-        assert abs(float(state.learned.statistics.sum) - total) <= limits.summation_limit(64, total, FLOAT) and total > 0
+        assert abs(float(state["moving_sum"]) - total) <= limits.summation_limit(64, total, FLOAT) and total > 0
 
 
 def test_clipping_follows_the_mean(probed):
@@ -337,10 +324,10 @@ def test_terms_are_summed_over_devices_and_the_loss_is_averaged(probed):
         assert abs(float(getattr(stages.terms, name)) - expected) <= limits.summation_limit(DEVICES + 1, np.abs(exact).sum(), FLOAT), name
 
 
-def test_the_global_objective_has_the_single_devices_gradient_and_the_replica_objective_has_not(fresh, batches, probed, capsys):
+def test_the_global_objective_has_the_single_devices_gradient_and_the_replica_objective_has_not(batches, probed, capsys):
     config = CONFIG.replace(**ONE_DEVICE)
     single, _ = make_gradient(config)(init_state(config), batches[0])
-    whole, _ = make_gradient(CONFIG.replace(objective="global"))(fresh, batches[0])
+    whole, _ = make_gradient(CONFIG.replace(objective="global"))(init_state(CONFIG), batches[0])
     replica = step_module.convert.to_named(probed[1].gradients)
     reference = flat(single)
     off = {name: limits.norm(flat(g) - reference) / limits.norm(reference) for name, g in (("replica", replica), ("global", whole))}
@@ -350,7 +337,7 @@ def test_the_global_objective_has_the_single_devices_gradient_and_the_replica_ob
     assert off["replica"] > 100 * OTHER_ORDER
 
 
-def test_packed_and_expanded_batches_are_the_same_batch(probed, fresh, rows9):
+def test_packed_and_expanded_batches_are_the_same_batch(probed, rows9):
     # Exact, so no program need run: what the step's first stage makes of packed rows is what read_batches yields.
     files = sorted((rows9 / "train").glob("*.npz"))
     expanded = next(itertools.islice(read_batches(files, CONFIG, 5), CHOSEN.start, None))
@@ -360,7 +347,8 @@ def test_packed_and_expanded_batches_are_the_same_batch(probed, fresh, rows9):
         assert np.asarray(stages.batch_local[key]).reshape(value.shape).tobytes() == value.tobytes(), key
 
 
-def test_head_outputs_have_the_originals_names_and_the_batchs_order(fresh, batches):
+def test_head_outputs_have_the_originals_names_and_the_batchs_order(batches):
+    fresh = init_state(CONFIG)
     outputs = head_outputs(fresh, batches[0], CONFIG)
     assert {name: value.shape for name, value in outputs.items()} == {
         "policy": (16, 6, 82),
@@ -383,10 +371,10 @@ def test_head_outputs_have_the_originals_names_and_the_batchs_order(fresh, batch
 
 
 @pytest.mark.parametrize("forgotten", ["mean_gradients", "sum_terms", "mean_statistics"])
-def test_a_forgotten_reduction_is_refused(monkeypatch, fresh, batches, forgotten):
+def test_a_forgotten_reduction_is_refused(monkeypatch, batches, forgotten):
     monkeypatch.setattr(reduce, forgotten, lambda local: local)
     with pytest.raises((ValueError, TypeError), match="(?s)(varying|replicat|vma)"):
-        make_train_step(CONFIG.replace(seed=99))(fresh, [batches[0]])
+        make_train_step(CONFIG.replace(seed=99))(init_state(CONFIG), [batches[0]])
 
 
 def reductions_in(jaxpr):
@@ -425,8 +413,8 @@ def test_everything_is_reduced_in_float32_also_when_products_are_bfloat16(monkey
     assert "bfloat16" in reduced_dtypes(config, batches[0])
 
 
-def test_a_batch_of_another_shape_is_refused_by_name(step, evaluate, fresh, batches):
-    good = batches[0]
+def test_a_batch_of_another_shape_is_refused_by_name(step, evaluate, batches):
+    fresh, good = init_state(CONFIG), batches[0]
     cases = [
         ([], "no batches"),
         ([{key: value[:15] for key, value in good.items()}], r"batch 0: .* has shape \(15, .*expected \(16, "),

@@ -32,6 +32,7 @@ OPTIONS = dict(
     grad_clip_norm=1.0,
     max_val_batches=2,
     print_every=2,
+    donate_train_buffers=True,
     data_parallel=True,
     data_parallel_devices=8,
 )

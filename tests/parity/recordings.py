@@ -245,26 +245,30 @@ def judge(
 def excuse_by_moments(leaves: list[LeafResult], arrays: Arrays, weight_decay: float) -> tuple[list[LeafResult], list[LeafResult]]:
     """The leaves, with those parameters passed that follow from their moments (see REASONS); and those alone, as they failed."""
     passed = {(leaf.step, leaf.name): leaf.passed for leaf in leaves}
-    explained = [
-        leaf
-        for leaf in leaves
-        if leaf.stage == "parameters"
-        and leaf.x_of_limit is not None
-        and not leaf.passed
-        and all(passed.get((leaf.step, f"moments/{kind}/{leaf.leaf}")) for kind in "mv")
-        and passed.get((leaf.step - 1, leaf.name), leaf.step == 1)
-        and follows_from_moments(leaf.leaf, leaf.step, arrays, weight_decay)
-    ]
-    return [leaf._replace(passed=True) if leaf in explained else leaf for leaf in leaves], explained
+    explained = []
+    for leaf in sorted(leaves, key=lambda leaf: leaf.step):
+        if leaf.stage != "parameters" or leaf.passed or leaf.x_of_limit is None:
+            continue
+        moments_kept = all(passed.get((leaf.step, f"moments/{kind}/{leaf.leaf}")) for kind in "mv")
+        before_kept = leaf.step == 1 or passed.get((leaf.step - 1, leaf.name))  # or explained itself: errors of parameters stay
+        if moments_kept and before_kept and follows_from_moments(leaf.leaf, leaf.step, arrays, weight_decay):
+            passed[leaf.step, leaf.name] = True
+            explained.append(leaf)
+    return [leaf._replace(passed=passed[leaf.step, leaf.name]) for leaf in leaves], explained
 
 
 def follows_from_moments(leaf: str, step: int, arrays: Arrays, weight_decay: float) -> bool:
     """Whether a replay's parameters are AdamW's of its own moments, up to the rounding of one update in float32."""
     names = (f"step_{step - 1:04d}/params/{leaf}", *(f"step_{step:04d}/{kind}/{leaf}" for kind in ("params", "opt_state/m", "opt_state/v")))
+    rate = f"figures/step={step}/lr"
+    if not {*names, rate} <= arrays.keys():
+        return False  # the step before was not kept
     old, new, m, v = (arrays[name].astype(np.float64) for name in names)
+    if np.any(v < 0):
+        return False  # no mean of squares
     # The original's scalars are float32, and so are the differences from 1.
     beta1, beta2, one = np.float32(0.9), np.float32(0.95), np.float32(1)
-    lr, wd = float(arrays[f"figures/step={step}/lr"]), float(np.float32(weight_decay))
+    lr, wd = float(arrays[rate]), float(np.float32(weight_decay))
     update = m / float(one - beta1**step) / (np.sqrt(v / float(one - beta2**step)) + float(np.float32(1e-8)))
     decayed = leaf.endswith("/w") and "norm" not in leaf
     decay = wd * old if decayed else 0 * old

@@ -227,6 +227,32 @@ def test_bits_are_demanded_where_the_recordings_were_made(made_up, monkeypatch):
     assert code == 0 and any("NOT THE RECORDINGS' KERNELS" in row["verdict"] for row in result["rows"])
 
 
+def test_parameters_that_follow_from_their_moments():
+    """AdamW in float32 passes, also where a gradient is tiny; another update, or one element off, does not."""
+    rng = np.random.default_rng(5)
+    f32, names = np.float32, ("step_0000/params/a/w", "step_0001/params/a/w", "step_0001/opt_state/m/a/w", "step_0001/opt_state/v/a/w")
+    old, g = rng.normal(0, 0.02, (8, 16)).astype(f32), rng.normal(0, 1e-3, (8, 16)).astype(f32)
+    g[3, 4] = 8e-9
+    m, v, lr = (f32(1) - f32(0.9)) * g, (f32(1) - f32(0.95)) * g * g, f32(5e-5)
+
+    def step(old, lr, eps=1e-8):
+        update = m / (f32(1) - f32(0.9)) / (np.sqrt(v / (f32(1) - f32(0.95))) + f32(eps))
+        return old - lr * update - lr * f32(0.1) * old
+
+    def follows(new, weight_decay=0.1):
+        arrays = dict(zip(names, (old, new, m, v))) | {"figures/step=1/lr": lr}
+        return recordings.follows_from_moments("a/w", 1, arrays, weight_decay)
+
+    assert follows(step(old, lr))
+    assert not follows(step(old, f32(1.01) * lr))
+    assert not follows(step(old, lr, eps=1.1e-8))  # seen in the tiny element only
+    assert not follows(step(old, lr), weight_decay=0.0)
+    nudged = step(old, lr)
+    nudged[2, 2] *= f32(1.001)
+    assert not follows(nudged)
+    assert not recordings.follows_from_moments("a/w", 6, dict(zip(names, (old, old, m, v))), 0.1)  # step 5 was not kept
+
+
 @pytest.mark.parametrize("ones, more, flags", [(2592.0, [], ""), (768.0, [], recordings.WITHOUT_YNNPACK), (768.0, ["--as-is"], "")])
 def test_bfloat16_sums_of_the_compiler(tmp_path, monkeypatch, capsys, ones, more, flags):
     """Where XLA sums bfloat16 products in bfloat16, bfloat16 cases are replayed without that, and it is said; others are not."""
