@@ -155,6 +155,12 @@ def test_negative_visit_counts_are_refused_also_where_the_sum_is_positive(write,
     assert policy[5, 1].sum() > 0 and f"key {POLICY} row 5 policy 1" in refusal(write(**{POLICY: policy}))
 
 
+def test_a_single_visit_is_enough(write, six_rows):
+    policy = np.zeros_like(six_rows[POLICY])
+    policy[:, :, 3] = 1
+    load_rows(write(**{POLICY: policy}), 9)
+
+
 def test_policies_whose_int16_sum_overflows_are_not_taken_for_zero(write, six_rows):
     policy = six_rows[POLICY].copy()
     policy[0, 0] = 0

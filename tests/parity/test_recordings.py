@@ -227,6 +227,23 @@ def test_bits_are_demanded_where_the_recordings_were_made(made_up, monkeypatch):
     assert code == 0 and any("NOT THE RECORDINGS' KERNELS" in row["verdict"] for row in result["rows"])
 
 
+def test_first_moments_of_biases_whose_terms_cancel():
+    """Half a unit in the last place of the terms' sizes passes, twice that too (the factor), three times does not."""
+    rng = np.random.default_rng(6)
+    total, sizes = rng.normal(size=6), 60 + rng.random(6)
+    leaf = "policy_head/linear_board/b"
+    exact = {f"step_0001/opt_state/m/{leaf}": 0.1 * total, f"step_0001/opt_state/v/{leaf}": 0.05 * total**2}
+
+    def within(kind, units):
+        off = 2.0**-24 * units * sizes / np.abs(total)
+        near = {name: x * (1 + off if "/m/" in name else (1 + off) ** 2) for name, x in exact.items()}
+        return recordings.within_rounding_of_terms(f"{kind}/{leaf}", near, exact | {f"terms/{leaf}": np.stack([total, sizes])})
+
+    assert all(within(kind, units) for kind in "mv" for units in (0, 1, 1.9))
+    assert not any(within(kind, 3) for kind in "mv")
+    assert not recordings.within_rounding_of_terms("m/blocks/0/q_proj/w", {}, exact)  # its terms are not known
+
+
 def test_parameters_that_follow_from_their_moments():
     """AdamW in float32 passes, also where a gradient is tiny; another update, or one element off, does not."""
     rng = np.random.default_rng(5)

@@ -138,7 +138,8 @@ def compare_state(prefix, recorded_path, replayed):
 def replay_steps(stack, config, case, folder, files, data, unprinted):
     """From step_0000 through the run's batches: yields (name, recorded, replayed) at every kept step, the loaded start included.
 
-    Fills `unprinted` with the figures of every log line in full precision: "step=1/loss", "VAL/p0loss".
+    Fills `unprinted` with the figures of every log line in full precision ("figures/step=1/loss", "figures/VAL/p0loss"), and in the
+    float64 reference with the first step's `bias_terms` ("terms/policy_head/linear_board/b").
     """
     step = stack.make_train_step(config)
     state = stack.load_checkpoint(folder / "step_0000.pkl", config)
@@ -149,13 +150,15 @@ def replay_steps(stack, config, case, folder, files, data, unprinted):
     dtype = dtype_of(config)
     done, totals, since = 0, {}, 0
     while done < case["steps"]:
-        count = min(config.steps_per_jit, case["steps"] - done)
-        state, metrics = step(state, [next(stream) for _ in range(count)])
-        done += count
+        batches = [next(stream) for _ in range(min(config.steps_per_jit, case["steps"] - done))]
+        if dtype == np.float64 and done == 0:
+            unprinted.update({f"terms/{name}": array for name, array in bias_terms(config, state, batches[0]).items()})
+        state, metrics = step(state, batches)
+        done += len(batches)
         add_to(totals, metrics, dtype)
         if done - since >= config.print_every:
             figures = figures_of(totals, done - since) | {"grad_norm": totals["grad_norm"] / (done - since), "lr": dtype(metrics["lr"])}
-            unprinted.update({f"step={done}/{name}": value for name, value in figures.items()})
+            unprinted.update({f"figures/step={done}/{name}": value for name, value in figures.items()})
             totals, since = {}, done
         path = folder / f"step_{done:04d}.pkl"
         if path.exists():
@@ -169,7 +172,37 @@ def replay_steps(stack, config, case, folder, files, data, unprinted):
             count += 1
             if count == config.max_val_batches:
                 break
-        unprinted.update({f"VAL/{name}": value for name, value in figures_of(totals, count).items()})
+        unprinted.update({f"figures/VAL/{name}": value for name, value in figures_of(totals, count).items()})
+
+
+def bias_terms(config, state, batch):
+    """{leaf: (2, elements)} for the biases of the heads: the sum of the terms that its gradient adds up, and the sum of their sizes.
+
+    The terms are the gradient for a bias of every output's own. legacy_pmap only; the mean over the devices, as the gradient is.
+    """
+    import jax
+
+    from legacy_pmap.model import make_tables
+    from legacy_pmap.step import get_carry, local_gradient
+
+    carry, tables, rows = get_carry(state), make_tables(config), config.batch_size // config.num_devices
+    dtype, area = carry.moving_sum.dtype, (config.board_area,)
+    outputs = {("policy_head", "linear_board"): area, ("policy_head", "linear_pass"): (),
+               ("value_head", "linear_sv"): area, ("value_head", "linear_s_simple"): ()}
+    params = jax.tree_util.tree_map(np.asarray, carry.params)
+    for (head, layer), points in outputs.items():
+        bias = params[head][layer]["b"]
+        params = {**params, head: {**params[head], layer: {**params[head][layer], "b": np.broadcast_to(bias, (rows, *points, *bias.shape))}}}
+    gradient = jax.jit(lambda params, batch: local_gradient(params, batch, carry.moving_sum, carry.moving_weight, tables, config)[0])
+    sums = {}
+    for first in range(0, config.batch_size, rows):
+        grads = gradient(params, {name: np.asarray(array[first : first + rows], dtype) for name, array in batch.items()})
+        for head, layer in outputs:
+            terms = np.asarray(grads[head][layer]["b"])
+            terms = terms.reshape(-1, terms.shape[-1]) / config.num_devices
+            name = f"{head}/{layer}/b"
+            sums[name] = sums.get(name, 0) + np.stack([terms.sum(axis=0), np.abs(terms).sum(axis=0)])
+    return sums
 
 
 def dtype_of(config):
@@ -290,7 +323,7 @@ def replay(stack, config, config_1, case, folder, files, data, skip_log):
         items.append(compare(name, recorded, replayed))
         if isinstance(replayed, np.ndarray | np.generic):
             arrays[name] = np.asarray(replayed)
-    return items, arrays | {f"figures/{name}": np.asarray(value) for name, value in unprinted.items()}
+    return items, arrays | {name: np.asarray(value) for name, value in unprinted.items()}
 
 
 def show(items, quiet):
