@@ -6,7 +6,7 @@ import numpy as np
 
 import legacy_pmap as stack
 
-DATA = Path(__file__).parents[3] / "data" / "selfplay9"
+DATA = Path(__file__).parents[2] / "data" / "selfplay9"
 FILES = sorted(str(path) for path in (DATA / "train").glob("*.npz"))
 SMALL = dict(pos_len=9, batch_size=16, model_kind="b2c32", compute_dtype="float32", log_grad_norm=True, max_training_samples=64,
              warmup_samples=32, ema_decay=0.9)
