@@ -168,8 +168,8 @@ def to_meta(flat: dict[str, np.ndarray], config: Config) -> dict[str, Any]:
         "model_config": config.model.to_meta(),
         "moving_sum": float(flat["moving_sum"]),
         "moving_weight": float(flat["moving_weight"]),
-        "ema_dtype": "float32",
-        "data_parallel_devices": devices,
+        "ema_dtype": "float32" if config.ema_decay > 0 else "none",
+        "data_parallel_devices": devices if config.data_parallel else 0,
         "per_device_batch": config.batch_size // devices,
         "fuse_projections": config.projections_fused,
     }
