@@ -122,7 +122,7 @@ def test_the_file_is_the_originals(content):
         " scan_blocks remat_blocks".split()
     )
     assert meta["model_config"] == {"version": 15, "num_layers": 2, "hidden_size": 32, "num_heads": 2, "ffn_dim": 64, "num_scorebeliefs": 8}
-    assert (meta["step"], meta["samples"], meta["pos_len"], meta["data_parallel_devices"], meta["per_device_batch"]) == (7, 112, 9, 1, 16)
+    assert (meta["step"], meta["samples"], meta["pos_len"], meta["data_parallel_devices"], meta["per_device_batch"]) == (7, 112, 9, 0, 16)  # no data_parallel: 0, as the original writes
     assert {type(meta[name]) for name in ("moving_sum", "moving_weight")} == {float}
     assert {type(meta[name]) for name in ("step", "samples")} == {int}
 
