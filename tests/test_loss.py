@@ -293,6 +293,7 @@ def with_weights(batch, rand):
     columns = batch["globalTargetsNC"].copy()
     for column in (24, 25, 26, 27, 28, 29, 33, 34, 35):
         columns[:, column] = rand.random(len(columns)).astype(np.float32)
+    columns[:, 0:3] = rand.dirichlet([1, 1, 1], len(columns))  # "no result" never happens in the stored rows
     values = batch["valueTargetsNCHW"].copy()
     values[:, :4] = (2 * rand.random(values[:, :4].shape) - 1).astype(np.float32)
     return batch | {"globalTargetsNC": columns, "valueTargetsNCHW": values}

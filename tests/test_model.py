@@ -302,8 +302,9 @@ def test_the_forward_pass_is_the_specifications(net, tables, rows9):
     # Large weights everywhere, norms and biases too: attention is sharp, and no part can be left out unnoticed.
     rand = np.random.default_rng(2)
     named = {
-        name: (rand.standard_normal(leaf.shape) * (2 * leaf.shape[-1] ** -0.5 if name.endswith("/w") else 0.5) + name.endswith("/weight")).astype(np.float32)
+        name: (rand.standard_normal(leaf.shape) * (2 * leaf.shape[-1] ** -0.5 if name.endswith("/w") else 0.5) + offset).astype(np.float32)
         for name, leaf in convert.to_named(net).items()
+        for offset in [name.endswith("/weight")]
     }
     outputs = jax.jit(lambda net, x, g: net(x, g, tables))(convert.from_named(net, named), planes, global_inputs)
     exact = reference_forward(named, planes, global_inputs, 2, 2, np.float64)

@@ -127,6 +127,7 @@ def test_a_gradient_within_the_limit_is_left_alone():
 
 
 def test_the_norm_is_that_of_all_leaves_in_float32(net):
+    assert optim.global_norm(jax.tree.map(jnp.zeros_like, net)) == 0
     gradients = random_like(net, 1)
     leaves = [leaf.astype(np.float64) for leaf in named(gradients).values()]
     exact = np.sqrt(sum((leaf**2).sum() for leaf in leaves))

@@ -94,6 +94,9 @@ def test_a_resumed_run_goes_on_where_it_was(real_run):
 # The loop, with a step that costs nothing
 
 
+TERMS_OF_A_STEP = {"loss": 1.0, "p0loss": 2.0, "vloss": 3.0, "oloss": 4.0, "skloss": 5.0, "pacc1": 6.0, "wsum": 2.0}
+
+
 @pytest.fixture
 def recorded(monkeypatch):
     """Replaces the compiled functions: a step only counts, and everything that happens is noted, in order."""
@@ -104,14 +107,14 @@ def recorded(monkeypatch):
             events.append(("step", len(batches), [batch["globalInputNC"][:, 5].copy() for batch in batches]))
             learned = state.learned
             state = TrainState(learned, state.step + len(batches), state.samples + len(batches) * config.batch_size)
-            return state, {"loss": 1.0, "p0loss": 2.0, "vloss": 3.0, "oloss": 4.0, "skloss": 5.0, "pacc1": 6.0, "wsum": 2.0, "grad_norm": 7.0, "lr": 0.1}
+            return state, TERMS_OF_A_STEP | {"grad_norm": 7.0, "lr": 0.1}
 
         return step
 
     def make_eval_step(config):
         def evaluate(state, batch):
             events.append(("evaluate", state.samples))
-            return {"loss": 1.0, "p0loss": 2.0, "vloss": 3.0, "oloss": 4.0, "skloss": 5.0, "pacc1": 6.0, "wsum": 2.0}
+            return TERMS_OF_A_STEP
 
         return evaluate
 
@@ -174,6 +177,13 @@ def test_log_lines_come_every_so_many_steps_also_when_calls_take_several(recorde
     train(small_config(tmp_path / "a", rows9, max_training_samples=11 * 16, steps_per_jit=2, print_every=3), log=lines.append)
     assert [event[1] for event in recorded if event[0] == "step"] == [2, 2, 2, 2, 2, 1]
     assert [LOG_LINE.fullmatch(line)["step"] for line in lines if line.startswith("step=")] == ["4", "8", "11"]
+
+
+def test_the_time_of_a_step_is_logged_where_it_is_asked_for(recorded, tmp_path, rows9):
+    lines = []
+    train(small_config(tmp_path / "a", rows9, log_step_time=True), log=lines.append)
+    line, seconds = lines[0].rsplit(", step_time=", 1)
+    assert LOG_LINE.fullmatch(line) and 0 <= float(seconds.removesuffix("s")) < 60
 
 
 def test_rows_of_smaller_boards_are_warned_of_once(recorded, tmp_path, rows9, capsys):
@@ -300,7 +310,8 @@ def test_validation_figures_are_means_over_batches_and_over_weight(rows9):
 def test_the_flops_are_the_specifications():
     layers, c, f, a = 2, 32, 64, 81
     s = (a + 60) * 2
-    forward = layers * (8 * a * c**2 + 4 * a**2 * c + 6 * a * c * f) + 2 * 22 * 9 * c * a + 2 * 19 * c + (12 * a * c + 12 * c) + 58 * a * c + 2 * c * s
+    blocks = layers * (8 * a * c**2 + 4 * a**2 * c + 6 * a * c * f)
+    forward = blocks + 2 * 22 * 9 * c * a + 2 * 19 * c + (12 * a * c + 12 * c) + 58 * a * c + 2 * c * s
     assert training_flops(Config(pos_len=9, model_kind="b2c32").model) == 3 * forward
 
 

@@ -18,7 +18,7 @@ CASE = "tiny_f32"
 # The committed results of the whole set
 
 
-@pytest.mark.parametrize("version", ["0.7.2", "0.10.2"])
+@pytest.mark.parametrize("version", ["0.7.2", "0.10.2", "0.12.0.1"])
 def test_the_recordings_were_reproduced_within_limits(version):
     results = json.loads((RESULTS / f"recordings_jax_{version}.json").read_text())
     assert results["environment"]["JAX"] == version
