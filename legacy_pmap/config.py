@@ -62,15 +62,15 @@ class Config:
     model_kind: str = _option("b12c2048", str, choices=tuple(MODEL_SIZES))
     lr: float = _option(2e-4, float, low=0.0)
     wd: float = _option(0.1, float, low=0.0)
-    optimizer: str = _option("adamw", str, choices=("adamw", "muon", "sgd", "none"), built=("adamw",))
+    optimizer: str = _option("adamw", str, choices=("adamw", "muon", "sgd", "none"))
     muon_lr_multiplier: float = _option(0.2, float, low=0.0)
     muon_momentum: float = _option(0.95, float, low=0.0, below=1.0)
     muon_row_split_size: int = _option(0, int, low=0)
     muon_target: str = _option("all", str, choices=("all", "attn", "ffn", "square", "none"))
     muon_polar_steps: int = _option(5, int, low=1, high=5)
     muon_group_blocks: bool = _option(True, bool)
-    muon_split_jit: bool = _option(False, bool, built=(False,))
-    loss_profile: str = _option("full", str, choices=("full", "policy_value", "policy_only", "value_only"), built=("full",))
+    muon_split_jit: bool = _option(False, bool, help="compile Muon's update apart from the gradient")
+    loss_profile: str = _option("full", str, choices=("full", "policy_value", "policy_only", "value_only"))
     grad_clip_norm: float = _option(0.0, float, low=0.0, help="0: off")
     lr_schedule: str = _option("cosine", str, choices=("cosine", "constant"))
     max_training_samples: int = _option(32768, int, low=1)
@@ -85,9 +85,9 @@ class Config:
     allow_nonfull_mask: bool = _option(False, bool, help="do not warn about boards smaller than pos_len")
     no_resume: bool = _option(False, bool)
     no_final_save: bool = _option(False, bool)
-    fuse_projections: bool = _option(False, bool, built=(False,))
+    fuse_projections: bool = _option(False, bool, help="one matrix for q, k, v and one for w1, wgate")
     separate_projections: bool = _option(False, bool, help="wins over --fuse-projections")
-    attention_impl: str = _option("manual", str, choices=("manual", "xla"), built=("manual",))
+    attention_impl: str = _option("manual", str, choices=("manual", "xla"))
     activation_dtype: str = _dtype_option()
     param_dtype: str = _dtype_option()
     opt_state_dtype: str = _dtype_option()
@@ -107,9 +107,9 @@ class Config:
     component_profile_grad: bool = _option(False, bool, built=(False,))
     donate_train_buffers: bool = _option(False, bool)
     data_parallel: bool = _option(False, bool)
-    stack_blocks: bool = _option(False, bool, built=(False,))
-    scan_blocks: bool = _option(False, bool, built=(False,))
-    remat_blocks: bool = _option(False, bool, built=(False,))
+    stack_blocks: bool = _option(False, bool, help="block leaves with a leading layer axis")
+    scan_blocks: bool = _option(False, bool, help="scan over the blocks; stacks them")
+    remat_blocks: bool = _option(False, bool, help="recompute each block in the backward pass")
     seed: int = _option(1234, int, low=0)
     init_std: float = _option(0.02, float, low=0.0)
     score_mode: str = _option("simple", str, choices=("simple",))
@@ -129,6 +129,8 @@ class Config:
         # "wins": asking for both is asking for separate ones.
         if options.get("separate_projections") is True and options.get("fuse_projections") is True:
             options["fuse_projections"] = False
+        if options.get("scan_blocks") is True:  # as recorded: a scanned run's meta says stack_blocks too
+            options["stack_blocks"] = True
         for name, field in fields.items():
             object.__setattr__(self, name, _checked(name, options.get(name, field.default), field.default, field.metadata))
         _check_together(self)
@@ -151,6 +153,10 @@ class Config:
     @property
     def num_devices(self):
         return (self.data_parallel_devices or jax.local_device_count()) if self.data_parallel else 1
+
+    @property
+    def splits_update(self):
+        return self.muon_split_jit and self.optimizer == "muon"
 
     @property
     def uses_norm(self):
@@ -239,6 +245,7 @@ class Dtypes(NamedTuple):
     rope: np.dtype
     ffn_mul: np.dtype
     attention_logits: np.dtype
+    polar: np.dtype
 
 
 def dtypes_of(config):
@@ -248,7 +255,8 @@ def dtypes_of(config):
         return Dtypes(*[np.dtype("float64")] * len(Dtypes._fields))
     names = {"float32": np.dtype("float32"), "fp32": np.dtype("float32"),
              "bfloat16": np.dtype(jnp.bfloat16), "bf16": np.dtype(jnp.bfloat16)}
-    return Dtypes(np.dtype("float32"), *(names[getattr(config, f"{place}_dtype")] for place in Dtypes._fields[1:]))
+    places = (names[getattr(config, f"{place}_dtype")] for place in Dtypes._fields[1:-1])
+    return Dtypes(np.dtype("float32"), *places, polar=np.dtype(jnp.bfloat16))
 
 
 def parse_args(argv):

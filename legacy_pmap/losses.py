@@ -19,6 +19,9 @@ TERM_WEIGHTS = {"p0loss": 0.93, "p1loss": 1.0, "p0softloss": 8.0, "p1softloss": 
                 "skloss": 1.0, "smloss": 1.0, "sbcdfloss": 1.0, "sbpdfloss": 1.0, "sdregloss": 1.0, "leadloss": 1.0,
                 "vtimeloss": 1.0, "evstloss": 1.0, "esstloss": 1.0}
 
+# What --loss-profile leaves of it, for profiling; the metrics stay all 26.
+PROFILE_TERMS = {"full": tuple(TERM_WEIGHTS), "policy_value": ("p0loss", "vloss"), "policy_only": ("p0loss",), "value_only": ("vloss",)}
+
 MOVING_DECAY = 0.998
 SEKI_FLOOR = 0.005
 SEKI_EVAL_WEIGHT = 7.0
@@ -175,7 +178,8 @@ def objective(params, batch, moving_sum, moving_weight, tables, config, training
 
     hit = (jnp.argmax(policy[:, 0], axis=-1) == jnp.argmax(target0, axis=-1)).astype(full)
     total = None
-    for name, scale in TERM_WEIGHTS.items():
+    for name in PROFILE_TERMS[config.loss_profile]:
+        scale = TERM_WEIGHTS[name]
         part = term[name] if scale == 1.0 else scale * term[name]
         total = part if total is None else total + part
     term["loss"] = total / rows  # positions, not weights; the LOCAL number of rows

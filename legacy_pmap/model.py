@@ -4,6 +4,7 @@ Shapes: N rows, P board edge, A = P*P points, C channels, H heads, d = C/H, F ff
 The order in which an array is used fixes the order in which its cotangents are added, so it is kept as the spec states it.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ def init_params(config):
     """
     sizes, dtypes = config.model_config, dtypes_of(config)
     layers, width, ffn = sizes["num_layers"], sizes["hidden_size"], sizes["ffn_dim"]
-    keys = iter(jax.random.split(jax.random.PRNGKey(config.seed), 6 + layers * 7))
+    keys = iter(jax.random.split(jax.random.PRNGKey(config.seed), 6 + layers * (4 if config.fuse_projections else 7)))
     std, std_out = config.init_std, config.init_std / np.sqrt(2.0 * layers).item()
 
     def normal(shape, scale=std):
@@ -41,18 +42,21 @@ def init_params(config):
         return jnp.full(shape, value, dtypes.param)
 
     def block():
-        # Key order: out_proj, ffn_w2, q, k, v, w1, wgate.
+        # Key order: out_proj, ffn_w2, q, k, v, w1, wgate; fused: out_proj, ffn_w2, qkv, upgate.
+        shapes = {"q_proj": (width, width), "k_proj": (width, width), "v_proj": (width, width),
+                  "ffn_w1": (ffn, width), "ffn_wgate": (ffn, width)}
+        if config.fuse_projections:
+            shapes = {"qkv_proj": (3 * width, width), "ffn_upgate": (2 * ffn, width)}
         return {
             "out_proj": {"w": normal((width, width), std_out)},
             "ffn_w2": {"w": normal((width, ffn), std_out)},
-            "q_proj": {"w": normal((width, width))},
-            "k_proj": {"w": normal((width, width))},
-            "v_proj": {"w": normal((width, width))},
-            "ffn_w1": {"w": normal((ffn, width))},
-            "ffn_wgate": {"w": normal((ffn, width))},
+            **{name: {"w": normal(shape)} for name, shape in shapes.items()},
             "norm1": {"weight": constant((width,), 1.0)},
             "norm2": {"weight": constant((width,), 1.0)},
         }
+
+    def stacked(blocks):
+        return jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *blocks) if config.stack_blocks else blocks
 
     def biased(out):
         return {"w": normal((out, width)), "b": constant((out,), 0.0)}
@@ -60,7 +64,7 @@ def init_params(config):
     return {
         "conv_spatial": {"w": normal((width, 22, 3, 3))},
         "linear_global": {"w": normal((width, 19))},
-        "blocks": [block() for _ in range(layers)],
+        "blocks": stacked([block() for _ in range(layers)]),
         "norm_final": {"weight": constant((width,), 1.0)},
         "policy_head": {"linear_board": biased(NUM_POLICIES), "linear_pass": biased(NUM_POLICIES)},
         "value_head": {"linear_sv": biased(NUM_SV), "linear_s_simple": biased(config.score_buckets)},
@@ -122,29 +126,35 @@ def rotate(x, tables, dtypes):
     return jnp.concatenate([x0 * cos - x1 * sin, x1 * cos + x0 * sin], axis=-1)
 
 
+def project(x, block, names, fused, dtypes):
+    """The products of x with the matrices `names`, in the activation dtype; from the one matrix `fused` where the block has it."""
+    if fused in block:
+        return jnp.split(matmul(x, block[fused]["w"], dtypes).astype(dtypes.activation), len(names), axis=-1)
+    return [matmul(x, block[name]["w"], dtypes).astype(dtypes.activation) for name in names]
+
+
 def attention(x, block, tables, config, dtypes):
     """Multi-head attention over the board points, softmax in the logits dtype: (N,A,C) -> (N,A,C)."""
     rows, points, width = x.shape
     heads = config.model_config["num_heads"]
     depth = width // heads
 
-    def split(name):
-        product = matmul(x, block[name]["w"], dtypes).astype(dtypes.activation)
-        return product.reshape(rows, points, heads, depth)
-
-    q, k, v = split("q_proj"), split("k_proj"), split("v_proj")
+    q, k, v = (part.reshape(rows, points, heads, depth) for part in project(x, block, ("q_proj", "k_proj", "v_proj"), "qkv_proj", dtypes))
     q, k = rotate(q, tables, dtypes), rotate(k, tables, dtypes)
-    q, k, v = (jnp.transpose(part, (0, 2, 1, 3)).astype(dtypes.compute) for part in (q, k, v))
-    logits = (q @ jnp.swapaxes(k, -1, -2)).astype(dtypes.attention_logits) * float(1.0 / np.sqrt(depth))
-    weights = jax.nn.softmax(logits, axis=-1).astype(dtypes.compute)
-    mixed = jnp.transpose(weights @ v, (0, 2, 1, 3)).reshape(rows, points, width)
+    if config.attention_impl == "xla":
+        mixed = jax.nn.dot_product_attention(*(part.astype(dtypes.compute) for part in (q, k, v)))
+    else:
+        q, k, v = (jnp.transpose(part, (0, 2, 1, 3)).astype(dtypes.compute) for part in (q, k, v))
+        logits = (q @ jnp.swapaxes(k, -1, -2)).astype(dtypes.attention_logits) * float(1.0 / np.sqrt(depth))
+        weights = jax.nn.softmax(logits, axis=-1).astype(dtypes.compute)
+        mixed = jnp.transpose(weights @ v, (0, 2, 1, 3))
+    mixed = mixed.reshape(rows, points, width)
     return matmul(mixed, block["out_proj"]["w"], dtypes).astype(dtypes.activation)
 
 
 def feed_forward(x, block, dtypes):
     """SwiGLU: (N,A,C) -> (N,A,C); silu on the activation dtype, the gate product in the FFN-mul dtype."""
-    up = matmul(x, block["ffn_w1"]["w"], dtypes).astype(dtypes.activation)
-    gate = matmul(x, block["ffn_wgate"]["w"], dtypes).astype(dtypes.activation)
+    up, gate = project(x, block, ("ffn_w1", "ffn_wgate"), "ffn_upgate", dtypes)
     up = up * jax.nn.sigmoid(up)
     product = up.astype(dtypes.ffn_mul) * gate.astype(dtypes.ffn_mul)
     return matmul(product, block["ffn_w2"]["w"], dtypes).astype(dtypes.activation)
@@ -157,12 +167,11 @@ def stem(params, planes, globals_, dtypes):
     """Planes (N,22,P,P) and globals (N,19) -> (N,A,C) in the activation dtype, row-major over the board."""
     board = jax.lax.conv_general_dilated(planes.astype(dtypes.compute), params["conv_spatial"]["w"].astype(dtypes.compute),
                                          (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
-    # The cast comes before the reshape: next to the product, the compiler may drop the rounding to bfloat16 between the two.
-    board = board.astype(dtypes.activation)
-    rows, width = board.shape[:2]
-    board = jnp.transpose(board.reshape(rows, width, -1), (0, 2, 1))
+    # Cast and sum come before the reshape: what stands side by side decides which roundings to bfloat16 the compiler drops.
     row = matmul(globals_, params["linear_global"]["w"], dtypes).astype(dtypes.activation)
-    return board + row[:, None, :]
+    board = board.astype(dtypes.activation) + row[:, :, None, None]
+    rows, width = board.shape[:2]
+    return jnp.transpose(board.reshape(rows, width, -1), (0, 2, 1))
 
 
 def run_block(x, block, tables, config, dtypes):
@@ -172,8 +181,16 @@ def run_block(x, block, tables, config, dtypes):
 
 def trunk(params, x, tables, config, dtypes):
     """The blocks and the final norm; (N,A,C) -> (N,A,C) in the full dtype, rounded to the activation dtype on the way."""
-    for block in params["blocks"]:
-        x = run_block(x, block, tables, config, dtypes)
+    run, blocks = functools.partial(run_block, tables=tables, config=config, dtypes=dtypes), params["blocks"]
+    if config.remat_blocks:
+        run = jax.checkpoint(run)
+    if config.scan_blocks:
+        x, _ = jax.lax.scan(lambda x, block: (run(x, block), None), x, blocks)
+    else:
+        if config.stack_blocks:
+            blocks = [jax.tree_util.tree_map(lambda leaf: leaf[i], blocks) for i in range(config.model_config["num_layers"])]
+        for block in blocks:
+            x = run(x, block)
     return rms_norm(x, params["norm_final"]["weight"], dtypes).astype(dtypes.full)
 
 

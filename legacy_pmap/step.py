@@ -153,6 +153,12 @@ def local_gradient(params, batch, moving_sum, moving_weight, tables, config):
 def step_body(carry, inputs, *, tables, config, axis):
     """One optimizer step on one replica. inputs: (batch, t, lr, wd), t counting from 1. Returns (new carry, stages)."""
     batch, t, lr, wd = inputs
+    moving, stages = gradient_half(carry, batch, tables=tables, config=config, axis=axis)
+    return update_half(carry, stages["clip"], moving, t, lr, wd, config), {**stages, "learning_rate": lr}
+
+
+def gradient_half(carry, batch, *, tables, config, axis):
+    """What depends on the rows: (new moving sum and weight, stages)."""
     local, local_metrics, moving_sum, moving_weight = local_gradient(carry.params, batch, carry.moving_sum, carry.moving_weight,
                                                                      tables, config)
     reduced = _pmean(local, axis)
@@ -160,11 +166,15 @@ def step_body(carry, inputs, *, tables, config, axis):
     moving_sum, moving_weight = _pmean((moving_sum, moving_weight), axis)
     norm = global_norm(reduced, config) if config.uses_norm else jnp.zeros((), dtypes_of(config).full)
     clipped = clip(reduced, norm, config.grad_clip_norm) if config.grad_clip_norm > 0.0 else reduced
-    params, opt_state = update(carry.params, clipped, carry.opt_state, t, lr, wd, config)
-    ema = None if carry.ema_params is None else update_ema(carry.ema_params, params, config)
     stages = {"loss_terms": local_metrics, "raw_gradient": local, "reduced_gradient": reduced, "norm": norm, "clip": clipped,
-              "metrics": metrics, "learning_rate": lr}
-    return Carry(params, opt_state, ema, moving_sum, moving_weight), stages
+              "metrics": metrics}
+    return (moving_sum, moving_weight), stages
+
+
+def update_half(carry, grads, moving, t, lr, wd, config):
+    params, opt_state = update(carry.params, grads, carry.opt_state, t, lr, wd, config)
+    ema = None if carry.ema_params is None else update_ema(carry.ema_params, params, config)
+    return Carry(params, opt_state, ema, *moving)
 
 
 def train_steps(big, moving, batches, t, lr, wd, *, tables, config, axis):
@@ -200,6 +210,33 @@ def _compile(function, config, in_axes, donate=()):
     return jax.pmap(function, axis_name=AXIS, in_axes=in_axes, donate_argnums=donate, devices=devices_of(config))
 
 
+def _compile_apart(config, donate):
+    """`train_steps` with Muon's update as a compiled call of its own (--muon-split-jit): one device, two calls a step."""
+
+    def first(carry, batches, *, tables, config, axis):
+        def one(_, batch):  # a scan of one, as in the whole step
+            moving, stages = gradient_half(carry, batch, tables=tables, config=config, axis=axis)
+            return None, (stages["clip"], moving, stages["metrics"], stages["norm"])
+
+        return jax.tree_util.tree_map(lambda x: x[0], jax.lax.scan(one, None, batches)[1])
+
+    def second(big, old_moving, grads, moving, t, lr, wd, *, tables, config, axis):
+        return update_half(Carry(*big, *old_moving), grads, moving, t, lr, wd, config)
+
+    gradient, update_params = _compile(first, config, None), _compile(second, config, None, donate)
+
+    def run(big, moving, batches, t, lr, wd):
+        carry, full = Carry(*big, *moving), dtypes_of(config).full
+        metrics, norm = jnp.zeros(len(METRICS), full), jnp.zeros((), full)
+        for k in range(len(t)):
+            grads, moving, step_metrics, step_norm = gradient(carry, {key: array[k : k + 1] for key, array in batches.items()})
+            carry = update_params(tuple(carry[:3]), tuple(carry[3:]), grads, moving, t[k], lr[k], wd[k])
+            metrics, norm = metrics + step_metrics, norm + step_norm
+        return carry, metrics, norm
+
+    return run
+
+
 def make_train_step(config):
     """Builds step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call (one trace per K).
 
@@ -208,7 +245,7 @@ def make_train_step(config):
     Raises ValueError for no batch, a missing key, or another number of rows than batch_size.
     """
     donate = (0,) if config.donate_train_buffers else ()
-    run = _compile(train_steps, config, (0, 0, 0, None, None, None), donate)
+    run = _compile_apart(config, donate) if config.splits_update else _compile(train_steps, config, (0, 0, 0, None, None, None), donate)
 
     def step(state, batches):
         batches = list(batches)

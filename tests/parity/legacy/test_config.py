@@ -48,9 +48,7 @@ def test_bad_options_are_refused_by_name(options, words):
 
 
 @pytest.mark.parametrize("options", [
-    dict(optimizer="muon"), dict(optimizer="sgd"), dict(optimizer="none"), dict(fuse_projections=True), dict(stack_blocks=True),
-    dict(scan_blocks=True), dict(remat_blocks=True), dict(attention_impl="xla"), dict(loss_profile="policy_only"),
-    dict(component_profile=True), dict(component_profile_grad=True), dict(muon_split_jit=True), dict(int8_train=True),
+    dict(component_profile=True), dict(component_profile_grad=True), dict(int8_train=True),
     dict(int8_target="all"), dict(int8_fwd_bits=4),
 ])
 def test_unbuilt_options_say_so(options):
@@ -60,6 +58,10 @@ def test_unbuilt_options_say_so(options):
 
 def test_separate_projections_wins():
     assert not stack.Config(fuse_projections=True, separate_projections=True).fuse_projections
+
+
+def test_a_scan_over_blocks_stacks_them():
+    assert stack.Config(scan_blocks=True).stack_blocks and not stack.Config(scan_blocks=False).stack_blocks
 
 
 def test_batch_must_divide_by_devices():
