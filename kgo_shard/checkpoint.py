@@ -13,7 +13,7 @@ from . import convert
 from .config import Config
 from .loss import MovingStatistics
 from .mesh import make_mesh, put_state
-from .optim import AdamState
+from .optim import Moments
 from .state import Learned, TrainState, init_ema, learned_shapes, to_host
 
 FILE_NAME = "checkpoint_jax.pkl"
@@ -83,7 +83,7 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
         if not isinstance(content["opt_state"].get(key), dict):
             raise CheckpointError(f"{path}: key opt_state/{key} is missing: this is not a checkpoint of this trainer")
     net = take(path, "params", content["params"], like.net)
-    opt_state = AdamState(*(take(path, f"opt_state/{key}", content["opt_state"][key], getattr(like.opt_state, key)) for key in ("m", "v")))
+    opt_state = Moments(*(take(path, f"opt_state/{key}", content["opt_state"][key], getattr(like.opt_state, key)) for key in ("m", "v")))
     ema = None
     if config.ema_decay > 0:
         saved = content.get("ema_params")
@@ -122,7 +122,7 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
         "pos_len": config.pos_len,
         "optimizer": config.optimizer,
         "muon_target": config.muon_target,
-        "stack_blocks": config.stack_blocks,
+        "stack_blocks": config.blocks_stacked,
         "fuse_projections": config.projections_fused,
         "int8_train": config.int8_train,
     }
@@ -160,7 +160,7 @@ def to_meta(flat: dict[str, np.ndarray], config: Config) -> dict[str, Any]:
         "optimizer muon_lr_multiplier muon_momentum muon_row_split_size muon_target muon_polar_steps muon_group_blocks muon_split_jit"
         " loss_profile score_mode log_step_time ema_decay data_parallel attention_impl activation_dtype param_dtype opt_state_dtype"
         " opt_update_dtype rope_dtype ffn_mul_dtype attention_logits_dtype int8_train int8_target int8_fwd_bits int8_bwd_bits"
-        " donate_train_buffers stack_blocks scan_blocks remat_blocks pos_len"
+        " donate_train_buffers scan_blocks remat_blocks pos_len"
     ).split()
     return {name: getattr(config, name) for name in copied} | {
         "step": int(flat["step"]),
@@ -172,4 +172,5 @@ def to_meta(flat: dict[str, np.ndarray], config: Config) -> dict[str, Any]:
         "data_parallel_devices": devices if config.data_parallel else 0,
         "per_device_batch": config.batch_size // devices,
         "fuse_projections": config.projections_fused,
+        "stack_blocks": config.blocks_stacked,
     }

@@ -54,28 +54,25 @@ SYMMETRIES = {
 
 # Options of the original that this version parses but does not run yet: the values that it does run.
 BUILT = {
-    "optimizer": ("adamw",),
-    "muon_split_jit": (False,),
-    "loss_profile": ("full",),
-    "fuse_projections": (False,),
-    "attention_impl": ("manual",),
     "int8_train": (False,),
     "component_profile": (False,),
-    "stack_blocks": (False,),
-    "scan_blocks": (False,),
-    "remat_blocks": (False,),
 }
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the network."""
+    """Sizes of the network, the layout of its parameters, and how its blocks are run. All variants compute one function."""
 
     num_layers: int
     hidden_size: int
     num_heads: int
     ffn_dim: int
     pos_len: int
+    fused: bool = False  # one matrix for q, k and v, and one for the two halves of the feed-forward part
+    stacked: bool = False  # one Block whose leaves have a leading axis of layers
+    scanned: bool = False  # a scan over stacked blocks
+    rematerialised: bool = False  # blocks are computed again in the backward pass
+    attention: str = "manual"  # or "xla"
 
     @property
     def head_size(self) -> int:
@@ -221,7 +218,7 @@ class Config:
         if self.data_parallel and (self.component_profile or self.muon_split_jit):
             raise ConfigError("data_parallel does not go with component_profile or muon_split_jit: turn one of them off")
         for name, allowed in BUILT.items():
-            value = self.projections_fused if name == "fuse_projections" else getattr(self, name)
+            value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} = {value!r} is not built yet: use {' or '.join(map(repr, allowed))}")
 
@@ -230,8 +227,25 @@ class Config:
         return self.fuse_projections and not self.separate_projections
 
     @property
+    def blocks_stacked(self) -> bool:
+        return self.stack_blocks or self.scan_blocks
+
+    @property
+    def update_apart(self) -> bool:
+        """Whether the optimizer's update is a compiled call of its own."""
+        return self.muon_split_jit and self.optimizer == "muon"
+
+    @property
     def model(self) -> ModelConfig:
-        return ModelConfig(*MODEL_SIZES[self.model_kind], pos_len=self.pos_len)
+        return ModelConfig(
+            *MODEL_SIZES[self.model_kind],
+            pos_len=self.pos_len,
+            fused=self.projections_fused,
+            stacked=self.blocks_stacked,
+            scanned=self.scan_blocks,
+            rematerialised=self.remat_blocks,
+            attention=self.attention_impl,
+        )
 
     @property
     def precision(self) -> Precision:

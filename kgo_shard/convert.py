@@ -10,18 +10,25 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-# (original name, path in Net); {i} counts blocks.
+from .config import ModelConfig
+
+# (original name, path) within a block. In a list of blocks both have the block's number before them, in stacked blocks
+# neither. Fused projections have the two fused names in place of five others.
 BLOCK_TABLE = (
-    ("blocks/{i}/ffn_w1/w", ".blocks[{i}].ffn.up.weight"),
-    ("blocks/{i}/ffn_w2/w", ".blocks[{i}].ffn.down.weight"),
-    ("blocks/{i}/ffn_wgate/w", ".blocks[{i}].ffn.gate.weight"),
-    ("blocks/{i}/k_proj/w", ".blocks[{i}].attention.k.weight"),
-    ("blocks/{i}/norm1/weight", ".blocks[{i}].norm_attention.weight"),
-    ("blocks/{i}/norm2/weight", ".blocks[{i}].norm_ffn.weight"),
-    ("blocks/{i}/out_proj/w", ".blocks[{i}].attention.out.weight"),
-    ("blocks/{i}/q_proj/w", ".blocks[{i}].attention.q.weight"),
-    ("blocks/{i}/v_proj/w", ".blocks[{i}].attention.v.weight"),
+    ("ffn_upgate/w", ".ffn.up_gate.weight"),
+    ("ffn_w1/w", ".ffn.up_gate[0].weight"),
+    ("ffn_w2/w", ".ffn.down.weight"),
+    ("ffn_wgate/w", ".ffn.up_gate[1].weight"),
+    ("k_proj/w", ".attention.qkv[1].weight"),
+    ("norm1/weight", ".norm_attention.weight"),
+    ("norm2/weight", ".norm_ffn.weight"),
+    ("out_proj/w", ".attention.out.weight"),
+    ("q_proj/w", ".attention.qkv[0].weight"),
+    ("qkv_proj/w", ".attention.qkv.weight"),
+    ("v_proj/w", ".attention.qkv[2].weight"),
 )
+FUSED = {"ffn_upgate/w", "qkv_proj/w"}
+SEPARATE = {"ffn_w1/w", "ffn_wgate/w", "k_proj/w", "q_proj/w", "v_proj/w"}
 TABLE = (
     ("conv_spatial/w", ".stem.conv"),
     ("linear_global/w", ".stem.linear.weight"),
@@ -41,21 +48,24 @@ class ConvertError(ValueError):
     """A parameter tree that is not this model's; the message names the leaf."""
 
 
-def name_table(num_layers: int) -> dict[str, str]:
+def name_table(config: ModelConfig) -> dict[str, str]:
     """Path in Net -> original name, in the original's order."""
-    blocks = [(name.format(i=i), path.format(i=i)) for i in range(num_layers) for name, path in BLOCK_TABLE]
+    absent = SEPARATE if config.fused else FUSED
+    block = [(name, path) for name, path in BLOCK_TABLE if name not in absent]
+    places = [("", "")] if config.stacked else [(f"{i}/", f"[{i}]") for i in range(config.num_layers)]
+    blocks = [(f"blocks/{number}{name}", f".blocks{index}{path}") for number, index in places for name, path in block]
     return {path: name for name, path in (*blocks, *TABLE)}
 
 
 def to_named(net) -> dict[str, jax.Array]:
     """The leaves of a net-shaped tree under their original names, in the original's order."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(net)}
-    return {name: leaves[path] for path, name in name_table(len(net.blocks)).items()}
+    return {name: leaves[path] for path, name in name_table(net.config).items()}
 
 
 def from_named(net, named: Mapping[str, np.ndarray]):
     """A net like `net` (arrays or shapes) with the given leaves. Raises ConvertError naming a leaf that does not fit."""
-    names = name_table(len(net.blocks))
+    names = name_table(net.config)
     for name in named.keys() - set(names.values()):
         raise ConvertError(f"leaf {name} is not part of this model: was the file written with another model or layout?")
 
@@ -71,7 +81,7 @@ def from_named(net, named: Mapping[str, np.ndarray]):
 
 
 def nest(named: Mapping[str, np.ndarray]) -> dict:
-    """`{"blocks/0/q_proj/w": x, ...}` -> the original's nested dicts, with `blocks` as a list."""
+    """`{"blocks/0/q_proj/w": x, ...}` -> the original's nested dicts; `blocks` is a list unless its parts have no numbers."""
     tree: dict = {}
     for name, leaf in named.items():
         *folders, last = name.split("/")
@@ -79,7 +89,7 @@ def nest(named: Mapping[str, np.ndarray]) -> dict:
         for folder in folders:
             node = node.setdefault(folder, {})
         node[last] = leaf
-    if "blocks" in tree:
+    if "0" in tree.get("blocks", ()):
         tree["blocks"] = [tree["blocks"][str(i)] for i in range(len(tree["blocks"]))]
     return tree
 

@@ -81,6 +81,10 @@ LOSS_WEIGHTS = {
 }
 
 
+# What a loss profile leaves of the loss, to time its parts; the terms are computed all the same.
+PROFILES = {"full": tuple(LOSS_WEIGHTS), "policy_value": ("p0loss", "vloss"), "policy_only": ("p0loss",), "value_only": ("vloss",)}
+
+
 class MovingStatistics(NamedTuple):
     """Running sum and weight (float32 scalars) of the share of points that nobody owns; the seki weight's input."""
 
@@ -320,8 +324,8 @@ def policy_accuracy(policy, t: Targets):
     return jnp.sum(t.g * t.column(Column.policy_weight) * hit.astype(jnp.float32))
 
 
-def compute_terms(outputs: Outputs, batch: dict[str, Array], k: Float[Array, ""], tables: Tables) -> Terms:
-    """Every term over the given rows, and the loss: their weighted sum over the number of rows."""
+def compute_terms(outputs: Outputs, batch: dict[str, Array], k: Float[Array, ""], tables: Tables, profile: str = "full") -> Terms:
+    """Every term over the given rows, and the loss: the weighted sum of the profile's terms over the number of rows."""
     t, p = make_targets(batch), make_predictions(outputs)
     policy = outputs.policy
     td1, td2, td3 = td_value_losses(p, t)
@@ -353,6 +357,7 @@ def compute_terms(outputs: Outputs, batch: dict[str, Array], k: Float[Array, ""]
         wsum=jnp.sum(t.g),
     )
     total = 0.0
-    for name, weight in LOSS_WEIGHTS.items():
+    for name in PROFILES[profile]:
+        weight = LOSS_WEIGHTS[name]
         total = total + (terms[name] if weight == 1.0 else weight * terms[name])
     return Terms(loss=total / len(t.g), **terms)

@@ -82,9 +82,10 @@ class Stem(eqx.Module):
         y = jax.lax.conv_general_dilated(
             planes.astype(compute), self.conv.astype(compute), (1, 1), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
         )
+        # Summed before the transpose, as in the original: in bfloat16 the compiler drops other roundings after it.
+        y = y.astype(activation) + self.linear(global_inputs, activation)[:, :, None, None]
         b, channels, *_ = y.shape
-        y = y.astype(activation).reshape(b, channels, -1).transpose(0, 2, 1)
-        return y + self.linear(global_inputs, activation)[:, None, :]
+        return y.reshape(b, channels, -1).transpose(0, 2, 1)
 
 
 def rotate(x: Float[Array, "b A H D"], tables: Tables, dtype) -> Float[Array, "b A H D"]:
@@ -94,39 +95,48 @@ def rotate(x: Float[Array, "b A H D"], tables: Tables, dtype) -> Float[Array, "b
     return jnp.concatenate([x0 * cos - x1 * sin, x1 * cos + x0 * sin], axis=-1)
 
 
+def project(linears: tuple[Linear, ...] | Linear, x: Float[Array, "b A C"], parts: int, dtype) -> list[Float[Array, "b A out"]]:
+    """What each of several matrices makes of x; a fused one holds their rows one after the other."""
+    if isinstance(linears, Linear):
+        return jnp.split(linears(x, dtype), parts, axis=-1)
+    return [linear(x, dtype) for linear in linears]
+
+
 class Attention(eqx.Module):
     """Multi-head attention over the points of the board."""
 
-    q: Linear
-    k: Linear
-    v: Linear
+    qkv: tuple[Linear, Linear, Linear] | Linear
     out: Linear
-    num_heads: int = eqx.field(static=True)
+    config: ModelConfig = eqx.field(static=True)
     precision: Precision = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "b A C"], tables: Tables) -> Float[Array, "b A C"]:
         b, area, channels = x.shape
-        head_size = channels // self.num_heads
         precision = self.precision
-        q, k, v = (linear(x, precision.activation).reshape(b, area, self.num_heads, head_size) for linear in (self.q, self.k, self.v))
+        heads = (b, area, self.config.num_heads, self.config.head_size)
+        q, k, v = (part.reshape(heads) for part in project(self.qkv, x, 3, precision.activation))
         q, k = rotate(q, tables, precision.rope), rotate(k, tables, precision.rope)
-        q, k, v = (x.transpose(0, 2, 1, 3).astype(precision.compute) for x in (q, k, v))  # (b, H, A, D)
-        logits = (q @ k.swapaxes(-1, -2)).astype(precision.attention_logits)
-        weights = jax.nn.softmax(logits * (1 / math.sqrt(head_size)), axis=-1).astype(precision.compute)
-        y = (weights @ v).transpose(0, 2, 1, 3).reshape(b, area, channels)
-        return self.out(y, precision.activation)
+        if self.config.attention == "xla":
+            y = jax.nn.dot_product_attention(*(part.astype(precision.compute) for part in (q, k, v)))
+        else:
+            y = self.attend(*(part.transpose(0, 2, 1, 3).astype(precision.compute) for part in (q, k, v))).transpose(0, 2, 1, 3)
+        return self.out(y.reshape(b, area, channels), precision.activation)
+
+    def attend(self, q: Float[Array, "b H A D"], k: Float[Array, "b H A D"], v: Float[Array, "b H A D"]) -> Float[Array, "b H A D"]:
+        logits = (q @ k.swapaxes(-1, -2)).astype(self.precision.attention_logits)
+        weights = jax.nn.softmax(logits * (1 / math.sqrt(self.config.head_size)), axis=-1)
+        return weights.astype(self.precision.compute) @ v
 
 
 class SwiGLU(eqx.Module):
     """down(silu(up(x)) * gate(x))."""
 
-    up: Linear
-    gate: Linear
+    up_gate: tuple[Linear, Linear] | Linear
     down: Linear
     precision: Precision = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "b A C"]) -> Float[Array, "b A C"]:
-        up, gate = self.up(x, self.precision.activation), self.gate(x, self.precision.activation)
+        up, gate = project(self.up_gate, x, 2, self.precision.activation)
         silu = up * jax.nn.sigmoid(up)
         y = silu.astype(self.precision.ffn_mul) * gate.astype(self.precision.ffn_mul)
         return self.down(y, self.precision.activation)
@@ -177,17 +187,26 @@ class Net(eqx.Module):
     """Planes and global inputs of b rows -> Outputs."""
 
     stem: Stem
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...] | Block  # stacked: leaves with a leading axis of layers
     norm: RMSNorm
     policy_head: PolicyHead
     value_head: ValueHead
+    config: ModelConfig = eqx.field(static=True)
 
     def __call__(self, planes: Float[Array, "b planes P P"], global_inputs: Float[Array, "b globals"], tables: Tables) -> Outputs:
         return self.heads(self.trunk(self.stem(planes, global_inputs), tables))
 
     def trunk(self, x: Float[Array, "b A C"], tables: Tables) -> Float[Array, "b A C"]:
-        for block in self.blocks:
-            x = block(x, tables)
+        def run(x, block):
+            return block(x, tables)
+
+        if self.config.rematerialised:
+            run = jax.checkpoint(run)
+        if self.config.scanned:
+            x, _ = jax.lax.scan(lambda x, block: (run(x, block), None), x, self.blocks)
+        else:
+            for block in unstack(self.blocks, self.config.num_layers) if self.config.stacked else self.blocks:
+                x = run(x, block)
         return self.norm(x)
 
     def heads(self, x: Float[Array, "b A C"]) -> Outputs:
@@ -214,13 +233,22 @@ class Net(eqx.Module):
         )
 
 
+def stack(blocks: tuple[Block, ...]) -> Block:
+    """One Block-shaped tree whose leaves are those of `blocks` along a new first axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+
+def unstack(blocks: Block, num_layers: int) -> tuple[Block, ...]:
+    return tuple(jax.tree.map(lambda leaf: leaf[i], blocks) for i in range(num_layers))
+
+
 def init_net(key: PRNGKeyArray, config: ModelConfig, precision: Precision, init_std: float) -> Net:
     """A fresh network: float32 normal weights times `init_std` (residual outputs: over sqrt(2L)), biases 0, norms 1.
 
     The key is split once and used in the original's order, so the same seed gives the original's numbers.
     """
     layers, channels, ffn = config.num_layers, config.hidden_size, config.ffn_dim
-    keys = iter(jax.random.split(key, 6 + 7 * layers))
+    keys = iter(jax.random.split(key, 6 + (4 if config.fused else 7) * layers))
     residual_std = init_std / math.sqrt(2 * layers)
 
     def normal(*shape, std=init_std):
@@ -235,13 +263,14 @@ def init_net(key: PRNGKeyArray, config: ModelConfig, precision: Precision, init_
 
     def block():
         out, down = linear(channels, channels, residual_std), linear(channels, ffn, residual_std)
-        q, k, v = (linear(channels, channels) for _ in "qkv")
-        up, gate = linear(ffn, channels), linear(ffn, channels)
-        attention = Attention(q, k, v, out, config.num_heads, precision)
-        return Block(norm(), attention, norm(), SwiGLU(up, gate, down, precision))
+        if config.fused:
+            qkv, up_gate = linear(3 * channels, channels), linear(2 * ffn, channels)
+        else:
+            qkv, up_gate = tuple(linear(channels, channels) for _ in "qkv"), (linear(ffn, channels), linear(ffn, channels))
+        return Block(norm(), Attention(qkv, out, config, precision), norm(), SwiGLU(up_gate, down, precision))
 
     stem = Stem(normal(channels, layout.NUM_PLANES, 3, 3), linear(channels, layout.NUM_GLOBALS), precision)
     blocks = tuple(block() for _ in range(layers))
     policy_head = PolicyHead(*(linear(layout.NUM_POLICY_HEADS, channels, bias=True) for _ in range(2)))
     value_head = ValueHead(linear(layout.Channel.count, channels, bias=True), linear(config.num_score_buckets, channels, bias=True))
-    return Net(stem, blocks, norm(), policy_head, value_head)
+    return Net(stem, stack(blocks) if config.stacked else blocks, norm(), policy_head, value_head, config)

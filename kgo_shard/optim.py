@@ -2,22 +2,26 @@
 
 A transform turns a gradient into a direction; `apply_direction` moves the parameters. They are two steps, and not
 Optax's one sum of updates, because (p - lr * d) - lr * wd * p and p - (lr * d + lr * wd * p) differ in the last bit.
-The step count t and the learning rate come in from outside: one clock, and it is the run's.
+Which leaf follows which rule is said by a tree of labels. The step count t and the learning rate come in from outside:
+one clock, and it is the run's.
 """
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from . import convert
+from . import convert, muon
 from .config import Config, Precision
-from .model import Linear, Net, RMSNorm
+from .model import Block, Linear, Net, RMSNorm
 
+ADAM, SGD, NONE = "adam", "sgd", "none"  # labels of leaves, beside Muon's two
+MUON = (muon.BY_HEADS, muon.BY_ROWS)
 ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON = 0.9, 0.95, 1e-8
 CLIP_EPSILON = 1e-6
 
@@ -83,11 +87,29 @@ def clip(gradients: Net, norm: Float[Array, ""], max_norm: float) -> Net:
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients)
 
 
-class AdamState(NamedTuple):
-    """Moments, net-shaped, in the state dtype."""
+def rule_labels(net: Net, config: Config) -> Net:
+    """A net-shaped tree of labels: the rule by which each leaf is updated."""
+    everywhere = {"adamw": ADAM, "muon": ADAM, "sgd": SGD, "none": NONE}[config.optimizer]
+    labels = jax.tree.map(lambda _: everywhere, net)
+    if config.optimizer != "muon":
+        return labels
+    is_block = lambda part: isinstance(part, Block)  # noqa: E731
+    blocks = jax.tree.map(lambda block: muon.label_block(block, config.muon_target, everywhere), net.blocks, is_leaf=is_block)
+    return dataclasses.replace(labels, blocks=blocks)
 
-    m: Any
-    v: Any
+
+class Moments(NamedTuple):
+    """What the optimizer remembers: net-shaped, in the state dtype.
+
+    v of Muon's leaves is a scalar zero, and SGD keeps both at zero, as the original's files have it.
+    """
+
+    m: Net
+    v: Net
+
+
+def zeros_like(params: Net, precision: Precision) -> Net:
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, precision.opt_state), params)
 
 
 def scale_by_adam(precision: Precision) -> optax.GradientTransformationExtraArgs:
@@ -99,8 +121,7 @@ def scale_by_adam(precision: Precision) -> optax.GradientTransformationExtraArgs
     dtype = precision.opt_update
 
     def init(params):
-        zeros = lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, precision.opt_state), params)  # noqa: E731
-        return AdamState(zeros(), zeros())  # two trees: one shared tree could not be donated
+        return Moments(zeros_like(params, precision), zeros_like(params, precision))  # one shared tree could not be donated
 
     def update(gradients, state, params=None, *, count, **_):
         beta1, beta2, epsilon = (jnp.asarray(x, dtype) for x in (ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON))
@@ -115,27 +136,95 @@ def scale_by_adam(precision: Precision) -> optax.GradientTransformationExtraArgs
 
         leaves = jax.tree.map(leaf, gradients, state.m, state.v)
         direction, m, v = jax.tree.transpose(jax.tree.structure(gradients), jax.tree.structure((0, 0, 0)), leaves)
-        return direction, AdamState(m, v)
+        return direction, Moments(m, v)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_by_muon(cut: str, config: Config) -> optax.GradientTransformationExtraArgs:
+    """g -> the orthogonalised momentum, Jordan et al. (2024); the momentum 0.95 m + g is a sum, not an average.
+
+    For the block matrices with the label `cut` (see muon.py); all other leaves are None.
+    """
+    precision = config.precision
+    dtype = precision.opt_update
+
+    def init(params):
+        placeholders = jax.tree.map(lambda p: jnp.zeros((), precision.opt_state), params)
+        return Moments(zeros_like(params, precision), placeholders)
+
+    def update(gradients, state, params=None, **_):
+        momentum = jnp.asarray(config.muon_momentum, dtype)
+        m = jax.tree.map(lambda g, m: momentum * m.astype(dtype) + g.astype(dtype), gradients, state.m)
+        direction = dataclasses.replace(m, blocks=muon.directions(m.blocks, cut, config))
+        return direction, state._replace(m=jax.tree.map(lambda m: m.astype(precision.opt_state), m))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def keep_gradients(precision: Precision) -> optax.GradientTransformationExtraArgs:
+    """The gradient is the direction; the moments stay zero."""
+
+    def init(params):
+        return Moments(zeros_like(params, precision), zeros_like(params, precision))
+
+    def update(gradients, state, params=None, **_):
+        return jax.tree.map(lambda g: g.astype(precision.opt_update), gradients), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
-    """The transform that turns clipped gradients into directions."""
-    return scale_by_adam(config.precision)
+    """The transform that turns clipped gradients into directions, each leaf by its label's rule.
+
+    optax.partition would do, but keeps a state for each label; this one's state is whole: two net-shaped trees.
+    """
+    rules = {
+        ADAM: scale_by_adam(config.precision),
+        SGD: keep_gradients(config.precision),
+        NONE: keep_gradients(config.precision),
+        muon.BY_HEADS: scale_by_muon(muon.BY_HEADS, config),
+        muon.BY_ROWS: scale_by_muon(muon.BY_ROWS, config),
+    }
+
+    def masks(tree: Net):
+        labels = rule_labels(tree, config)
+        return {label: jax.tree.map(lambda own: own == label, labels) for label in rules if label in jax.tree.leaves(labels)}
+
+    def init(params):
+        return eqx.combine(*(rules[label].init(eqx.filter(params, mask)) for label, mask in masks(params).items()))
+
+    def update(gradients, state, params=None, **extra):
+        updated = [
+            rules[label].update(eqx.filter(gradients, mask), eqx.filter(state, Moments(mask, mask)), **extra)
+            for label, mask in masks(gradients).items()
+        ]
+        return tuple(eqx.combine(*parts) for parts in zip(*updated, strict=True))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def apply_direction(params: Net, direction: Net, schedule: Schedule, precision: Precision) -> Net:
-    """p - lr * direction - lr * wd * p (the last part only for decayed leaves), stored in the parameter dtype."""
-    dtype = precision.opt_update
+def apply_direction(params: Net, direction: Net, schedule: Schedule, config: Config) -> Net:
+    """The parameters moved by lr and wd, in the update dtype, stored in the parameter dtype.
+
+    AdamW and SGD: p - lr * d - lr * wd * p, the last part only for decayed leaves. Muon: p * (1 - lr * wd) - 0.2 * lr * d.
+    """
+    dtype = config.precision.opt_update
     rate, decay = schedule.learning_rate.astype(dtype), schedule.weight_decay.astype(dtype)
+    multiplier = jnp.asarray(config.muon_lr_multiplier, dtype)
 
-    def move(p, d, decays):
+    def move(p, d, rule, decays):
+        if rule == NONE:
+            return p
         old = p.astype(dtype)
-        new = old - rate * d
-        return (new - rate * decay * old if decays else new).astype(p.dtype)
+        if rule in MUON:
+            new = old * (1 - rate * decay) - (multiplier * rate) * d
+        else:
+            new = old - rate * d
+            new = new - rate * decay * old if decays else new
+        return new.astype(p.dtype)
 
-    return jax.tree.map(move, params, direction, decay_labels(params))
+    return jax.tree.map(move, params, direction, rule_labels(params, config), decay_labels(params))
 
 
 def update_ema(ema: Net, params: Net, decay: float) -> Net:

@@ -1,7 +1,5 @@
 """TrainState: everything that survives a step."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,13 +10,14 @@ from .config import Config
 from .loss import MovingStatistics
 from .mesh import make_mesh, put_state
 from .model import Net, init_net
+from .optim import Moments
 
 
 class Learned(eqx.Module):
     """The part of the state that lives on the devices; the step takes it and returns the next one."""
 
     net: Net
-    opt_state: Any  # AdamState: m and v, net-shaped, in the state dtype
+    opt_state: Moments  # in the state dtype
     ema: Net | None  # float32, where the run keeps one
     statistics: MovingStatistics  # of the seki weight
 

@@ -37,16 +37,21 @@ class Stages(NamedTuple):
 
 def train_on_batch(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables) -> tuple[Learned, Stages]:
     """One step on one device's rows: objective, gradient, reduction, clip, optimizer, moving averages."""
+    statistics, stages = differentiate(learned, rows, config, tables)
+    return update(learned, stages.clipped, statistics, schedule, config), stages
+
+
+def differentiate(learned: Learned, rows: dict[str, Array], config: Config, tables: Tables) -> tuple[MovingStatistics, Stages]:
+    """The first half of a step: everything that depends on the rows."""
     batch_local = augment.expand(rows, config.pos_len)
     seki_weight, statistics_local = weigh_seki(learned.statistics, batch_local, config)
-    gradients_local, terms_local = local_gradient(learned.net, batch_local, seki_weight, tables)
+    gradients_local, terms_local = local_gradient(learned.net, batch_local, seki_weight, tables, config.loss_profile)
     gradients = reduce.mean_gradients(gradients_local)
     terms = reduce.sum_terms(terms_local)
     statistics = reduce.mean_statistics(statistics_local)
     norm = optim.global_norm(gradients) if config.needs_grad_norm else jnp.float32(0)
     clipped = optim.clip(gradients, norm, config.grad_clip_norm) if config.grad_clip_norm > 0 else gradients
-    learned = update(learned, clipped, statistics, schedule, config)
-    return learned, Stages(batch_local, terms_local, gradients_local, gradients, norm, clipped, terms)
+    return statistics, Stages(batch_local, terms_local, gradients_local, gradients, norm, clipped, terms)
 
 
 def weigh_seki(statistics: MovingStatistics, batch_local: dict[str, Array], config: Config):
@@ -62,12 +67,12 @@ def weigh_seki(statistics: MovingStatistics, batch_local: dict[str, Array], conf
     return loss.seki_weight(statistics_local), statistics_local
 
 
-def local_gradient(net: Net, batch_local: dict[str, Array], seki_weight, tables: Tables) -> tuple[Net, Terms]:
+def local_gradient(net: Net, batch_local: dict[str, Array], seki_weight, tables: Tables, profile: str) -> tuple[Net, Terms]:
     """The gradient of the device's own loss: nothing is reduced before or inside it."""
 
     def objective(net_local):
         outputs = net_local(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
-        terms_local = loss.compute_terms(outputs, batch_local, seki_weight, tables)
+        terms_local = loss.compute_terms(outputs, batch_local, seki_weight, tables, profile)
         return terms_local.loss, terms_local
 
     return jax.grad(objective, has_aux=True)(reduce.to_local(net))
@@ -77,7 +82,7 @@ def update(learned: Learned, gradients: Net, statistics: MovingStatistics, sched
     """Optimizer, then the moving average of the new parameters."""
     optimizer = optim.make_optimizer(config)
     direction, opt_state = optimizer.update(gradients, learned.opt_state, learned.net, count=schedule.count)
-    net = optim.apply_direction(learned.net, direction, schedule, config.precision)
+    net = optim.apply_direction(learned.net, direction, schedule, config)
     ema = None if learned.ema is None else optim.update_ema(learned.ema, net, config.ema_decay)
     return Learned(net, opt_state, ema, statistics)
 
@@ -100,7 +105,47 @@ def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tab
     batch_local = augment.expand(rows, config.pos_len)
     outputs = reduce.to_local(net)(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
     weight = jnp.float32(loss.EVALUATION_SEKI_WEIGHT)
-    return reduce.sum_terms(loss.compute_terms(outputs, batch_local, weight, tables))
+    return reduce.sum_terms(loss.compute_terms(outputs, batch_local, weight, tables, config.loss_profile))
+
+
+def compile_steps(config: Config, device_mesh) -> Callable:
+    """train(learned, rows, schedule) -> (learned, (terms, norm)): K steps in one compiled call."""
+    tables = make_tables(config.model)
+
+    def body(learned, rows, schedule):
+        return train_on_batches(learned, rows, schedule, config, tables)
+
+    sharded = mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "result"))
+    return jax.jit(sharded, donate_argnums=(0,) if config.donate_train_buffers else ())
+
+
+def compile_apart(config: Config, device_mesh) -> Callable:
+    """The same with --muon-split-jit: the gradient and the update are compiled calls of their own, twice K of them."""
+    tables = make_tables(config.model)
+
+    def first_half(learned, rows):
+        def one(_, rows):  # a scan of one, as in the whole step
+            statistics, stages = differentiate(learned, rows, config, tables)
+            return None, (stages.clipped, statistics, jnp.stack(stages.terms), stages.norm)
+
+        return jax.tree.map(lambda x: x[0], jax.lax.scan(one, None, rows)[1])
+
+    def second_half(learned, gradients, statistics, schedule):
+        return update(learned, gradients, statistics, schedule, config)
+
+    differentiated = jax.jit(mesh.shard(first_half, device_mesh, inputs=("state", "batch"), outputs=("result",) * 4))
+    sharded = mesh.shard(second_half, device_mesh, inputs=("state", "result", "result", "schedule"), outputs="state")
+    updated = jax.jit(sharded, donate_argnums=(0,) if config.donate_train_buffers else ())
+
+    def train(learned, rows, schedule):
+        total, total_norm = jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
+        for k in range(len(schedule.count)):
+            gradients, statistics, terms, norm = differentiated(learned, {key: x[k : k + 1] for key, x in rows.items()})
+            learned = updated(learned, gradients, statistics, jax.tree.map(lambda x: x[k], schedule))
+            total, total_norm = total + terms, total_norm + norm
+        return learned, (total, total_norm)
+
+    return train
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, float]]]:
@@ -108,16 +153,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], t
 
     Metrics are summed over the K steps, with `grad_norm`; `lr` is the last step's. Each K compiles once.
     """
-    tables = make_tables(config.model)
-
-    def body(learned, rows, schedule):
-        return train_on_batches(learned, rows, schedule, config, tables)
-
-    donated = (0,) if config.donate_train_buffers else ()
     device_mesh = make_mesh(config)
-    compiled = jax.jit(
-        mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "result")), donate_argnums=donated
-    )
+    compiled = (compile_apart if config.update_apart else compile_steps)(config, device_mesh)
 
     def step(state, batches):
         check_batches(batches, config)
@@ -154,7 +191,7 @@ def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[st
     def body(net, statistics, rows):
         batch_local = augment.expand(first_batch(rows), config.pos_len)
         seki_weight, _ = weigh_seki(statistics, batch_local, config)
-        gradients_local, terms_local = local_gradient(net, batch_local, seki_weight, tables)
+        gradients_local, terms_local = local_gradient(net, batch_local, seki_weight, tables, config.loss_profile)
         return reduce.mean_gradients(gradients_local), jnp.stack(reduce.sum_terms(terms_local))
 
     device_mesh = make_mesh(config)

@@ -189,20 +189,8 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("optimizer", "muon"),
-        ("optimizer", "sgd"),
-        ("optimizer", "none"),
-        ("muon_split_jit", True),
-        ("loss_profile", "policy_value"),
-        ("loss_profile", "policy_only"),
-        ("loss_profile", "value_only"),
-        ("fuse_projections", True),
-        ("attention_impl", "xla"),
         ("int8_train", True),
         ("component_profile", True),
-        ("stack_blocks", True),
-        ("scan_blocks", True),
-        ("remat_blocks", True),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name, value):
@@ -213,6 +201,12 @@ def test_what_is_not_built_yet_is_refused_by_name(name, value):
 def test_separate_projections_win_over_fused_ones():
     config = Config(fuse_projections=True, separate_projections=True)
     assert not config.projections_fused
+
+
+def test_a_scan_over_blocks_stacks_them():
+    # As recorded: the meta of a run with --scan-blocks alone says stack_blocks too.
+    assert Config(scan_blocks=True).blocks_stacked and not Config().blocks_stacked
+    assert Config(scan_blocks=True).model.scanned and not Config(stack_blocks=True).model.scanned
 
 
 def test_a_config_is_frozen_and_its_copies_are_checked():

@@ -55,7 +55,7 @@ def test_check_mesh_cannot_be_tried_on_such_devices(capsys, devices, named):
     [
         (["--batch-size", "30"], "batch_size 30 does not divide by the 8 devices"),
         (["--model-kind", "b1c1"], "model_kind = 'b1c1'"),
-        (["--optimizer", "muon"], "'muon' is not built yet"),
+        (["--optimizer", "lion"], "optimizer = 'lion'"),
         (["--steps", "0"], "--steps 0"),
         (["--steps", "few"], "--steps"),
         (["--devices", "0"], "--devices 0"),

@@ -13,7 +13,8 @@ from kgo_shard.model import init_net
 from kgo_shard.optim import Schedule
 
 FLOAT = np.dtype(np.float32)
-PRECISION = Config(compute_dtype="float32").precision
+CONFIG = Config(compute_dtype="float32")
+PRECISION = CONFIG.precision
 TINY = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, ffn_dim=12, pos_len=3)
 
 DECAYED = {
@@ -154,7 +155,7 @@ def test_with_zero_gradients_only_decayed_leaves_move_and_by_exactly_their_decay
     ones = jax.tree.map(jnp.ones_like, net)
     optimizer = optim.make_optimizer(Config())
     direction, _ = optimizer.update(jax.tree.map(jnp.zeros_like, net), optimizer.init(ones), ones, count=jnp.float32(1))
-    moved = named(optim.apply_direction(ones, direction, schedule_of(1, 0.1, 0.5), PRECISION))
+    moved = named(optim.apply_direction(ones, direction, schedule_of(1, 0.1, 0.5), CONFIG))
     assert {name for name, leaf in moved.items() if (leaf == np.float32(0.95)).all()} == DECAYED
     assert {name for name, leaf in moved.items() if (leaf == 1).all()} == NOT_DECAYED
 
@@ -162,7 +163,7 @@ def test_with_zero_gradients_only_decayed_leaves_move_and_by_exactly_their_decay
 def test_a_parameter_moves_in_the_originals_order_of_operations(net):
     params, direction = random_like(net, 2), random_like(net, 3)
     rate, decay = np.float32(0.3), np.float32(0.7)
-    got, other = named(optim.apply_direction(params, direction, schedule_of(1, rate, decay), PRECISION)), 0
+    got, other = named(optim.apply_direction(params, direction, schedule_of(1, rate, decay), CONFIG)), 0
     for name, p in named(params).items():
         d = named(direction)[name]
         expected = p - rate * d
@@ -195,7 +196,7 @@ def test_three_steps_are_adamw_in_float64_to_rounding(net):
     for t in (1, 2, 3):
         gradients = random_like(net, 10 + t, scale=10.0 ** (t - 4))
         direction, state = optimizer.update(gradients, state, params, count=jnp.float32(t))
-        params = optim.apply_direction(params, direction, schedule_of(t, rate, decay), PRECISION)
+        params = optim.apply_direction(params, direction, schedule_of(t, rate, decay), CONFIG)
         for name, g in named(gradients).items():
             g = g.astype(np.float64)
             m[name] = beta1 * m[name] + (1 - beta1) * g
@@ -242,7 +243,7 @@ def test_structure_and_dtypes_survive_an_update(net, options):
 
     def one(params, state, gradients):
         direction, state = optimizer.update(gradients, state, params, count=jnp.float32(1))
-        return optim.apply_direction(params, direction, schedule_of(1, 0.1, 0.1), precision), state
+        return optim.apply_direction(params, direction, schedule_of(1, 0.1, 0.1), config), state
 
     new_params, new_state = jax.eval_shape(one, params, state, params)
     for old, new in ((params, new_params), (state, new_state)):

@@ -202,8 +202,8 @@ def local_weight_normalisation():
     """Each device divides by its own weights instead of its rows."""
 
     def faulty(original):
-        def terms(outputs, batch, k, tables):
-            found = original(outputs, batch, k, tables)
+        def terms(outputs, batch, *arguments):
+            found = original(outputs, batch, *arguments)
             return found._replace(loss=found.loss * len(batch[layout.TARGETS]) / (found.wsum + 0.5))
 
         return terms
