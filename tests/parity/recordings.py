@@ -36,6 +36,7 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from tests.parity.legacy.replay_recording import METRICS, options_of, read_case, read_recorded_state, without_timings
@@ -51,7 +52,9 @@ from kgo_shard.diff.limits import LIMITS, limit_for, norm, summation_limit  # no
 from kgo_shard.diff.trace import state_stages  # noqa: E402
 
 TRACES = ROOT.parent / "shared" / "traces"
-NAMES = ("adamw_f32", "single_device_f32", "adamw_bf16compute")
+NAMES = (
+    "adamw_f32", "single_device_f32", "adamw_bf16compute", "muon_all_f32", "muon_attn_allbf16", "fused_scan_sgd_f32", "stacked_muon_ffn_d16"
+)  # fmt: skip
 CASES = tuple(name + mode for name in NAMES for mode in ("", "/exact"))
 STACKS = ("legacy_pmap", "kgo_shard")
 REFERENCE = "float64"
@@ -120,6 +123,10 @@ def read_recording(folder: Path) -> tuple[Arrays, list[str], dict[str, str]]:
         if (folder / file).exists():
             with np.load(folder / file) as content:
                 arrays |= {prefix + name: content[name] for name in content}
+    for name in arrays:
+        place, _, leaf = name.removeprefix("values/").partition("/")
+        if place in ("grad_1", "grad_D"):  # a gradient has its parameter's dtype; NumPy's files have no bfloat16
+            arrays[name] = arrays[name].astype(arrays[f"start/params/{leaf}"].dtype)
     log = folder / "train.log"
     lines = [without_timings(line) for line in log.read_text().splitlines()] if log.exists() else []
     for line in lines:
@@ -145,7 +152,8 @@ def read_replay(dumps: Path, case: str, side: str) -> tuple[Arrays, dict]:
         facts = json.loads(Path(f"{stem}.json").read_text())
         with np.load(f"{stem}.npz") as content:
             arrays = {name: content[name] for name in content}
-    except (OSError, ValueError) as error:
+        arrays |= {name: arrays[name].view(ml_dtypes.bfloat16) for name in facts["bfloat16"]}
+    except (OSError, ValueError, KeyError) as error:
         raise RecordingsError(f"{case}: no replay of {side}: {error}") from None
     if side == REFERENCE:
         wrong = [name for name, x in arrays.items() if x.dtype not in (np.float64, np.int64) and not name.startswith("batches/")]

@@ -303,6 +303,8 @@ def compare(name, recorded, replayed):
         return {"name": name, "equal": recorded == replayed, "relative": None, "text": replayed, **note}
     if recorded.shape != replayed.shape:
         return {"name": name, "equal": False, "relative": None, "note": f"shape {replayed.shape}, recorded {recorded.shape}"}
+    if replayed.dtype.name == "bfloat16" and recorded.dtype == np.float32:
+        replayed = replayed.astype(np.float32)  # a gradient in values.npz: NumPy's files have no bfloat16, so it was widened
     old, new = (np.asarray(array).astype(np.float64) for array in (recorded, replayed))
     size, apart = np.linalg.norm(old.ravel()), np.linalg.norm((new - old).ravel())
     equal = recorded.dtype == replayed.dtype and recorded.tobytes() == replayed.tobytes()
@@ -396,15 +398,16 @@ def main(argv=None):
     equal = sum(item["equal"] for item in items)
     worst = max((item["relative"] for item in items if item["relative"] is not None), default=0.0)
     seconds = time.perf_counter() - started
+    bfloat16 = [name for name, array in arrays.items() if array.dtype.name == "bfloat16"]  # NumPy's files would lose the dtype
     print(f"{folder}: {equal} of {len(items)} items equal, worst relative {worst:.3e}, jax {jax.__version__}, "
           f"{'exact' if exact else 'default'} mode, compute {config.compute_dtype}, {seconds:.0f} s")
     if args.json:
         Path(args.json).write_text(json.dumps({
             "case": str(folder), "stack": args.stack, "jax": jax.__version__, "exact": exact, "compute": config.compute_dtype,
-            "xla_flags": os.environ["XLA_FLAGS"], "kernels": kernels, "reproduced": reproduced, "seconds": seconds, "items": items},
-            indent=1))
+            "xla_flags": os.environ["XLA_FLAGS"], "kernels": kernels, "reproduced": reproduced, "seconds": seconds, "items": items,
+            "bfloat16": bfloat16}, indent=1))
     if args.dump:
-        np.savez(args.dump, **arrays)
+        np.savez(args.dump, **{name: array.view(np.uint16) if name in bfloat16 else array for name, array in arrays.items()})
     return 0 if reproduced else 1
 
 
