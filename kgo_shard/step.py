@@ -152,15 +152,18 @@ def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], t
     """step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call.
 
     Metrics are summed over the K steps, with `grad_norm`; `lr` is the last step's. Each K compiles once.
+    `submitted(outputs)`, where given, is called once the work is on its way, before the wait for the metrics.
     """
     device_mesh = make_mesh(config)
     compiled = (compile_apart if config.update_apart else compile_steps)(config, device_mesh)
 
-    def step(state, batches):
+    def step(state, batches, submitted=None):
         check_batches(batches, config)
         schedule = optim.make_schedule(config, state.step, len(batches))
         rows = mesh.put_batches(device_mesh, batches)
-        learned, (terms, norm) = compiled(state.learned, rows, mesh.put(device_mesh, schedule, "schedule"))
+        outputs = learned, (terms, norm) = compiled(state.learned, rows, mesh.put(device_mesh, schedule, "schedule"))
+        if submitted is not None:
+            submitted(outputs)
         state = TrainState(learned, state.step + len(batches), state.samples + len(batches) * config.batch_size)
         return state, to_metrics(terms) | {"grad_norm": float(norm), "lr": float(schedule.learning_rate[-1])}
 

@@ -242,16 +242,19 @@ def make_train_step(config):
 
     metrics: the 26 metrics and grad_norm summed over the K steps (loss already divided by D; grad_norm 0.0 when neither logged
     nor clipping), and lr of the last step, as Python floats. With donate_train_buffers the given state's arrays are consumed.
+    `submitted(outputs)`, where given, is called once the work is on its way, before the wait for the metrics.
     Raises ValueError for no batch, a missing key, or another number of rows than batch_size.
     """
     donate = (0,) if config.donate_train_buffers else ()
     run = _compile_apart(config, donate) if config.splits_update else _compile(train_steps, config, (0, 0, 0, None, None, None), donate)
 
-    def step(state, batches):
+    def step(state, batches, submitted=None):
         batches = list(batches)
         stacked = _stack_batches(batches, config)
         t, lr, wd = _schedule(config, state.step, len(batches))
-        carry, metrics, norm = run(tuple(state.carry[:3]), tuple(state.carry[3:]), stacked, t, lr, wd)
+        outputs = carry, metrics, norm = run(tuple(state.carry[:3]), tuple(state.carry[3:]), stacked, t, lr, wd)
+        if submitted is not None:
+            submitted(outputs)
         named = _named(first_replica(metrics, config))
         named.update(grad_norm=float(first_replica(norm, config)), lr=float(lr[-1]))
         return State(carry, state.step + len(batches), state.samples + len(batches) * config.batch_size), named
