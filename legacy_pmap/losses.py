@@ -59,9 +59,13 @@ def objective(params, batch, moving_sum, moving_weight, tables, config, training
     Returns: (loss, (metrics (26,) in METRICS order with loss first, new moving sum, new moving weight)), all in the full dtype.
     An all-zero policy row makes everything NaN, as in the original (spec, 7.5).
     """
+    batch = {key: array.astype(dtypes_of(config).full) for key, array in batch.items()}
+    return heads_objective(forward(params, batch, tables, config), batch, moving_sum, moving_weight, tables, config, training)
+
+
+def heads_objective(out, batch, moving_sum, moving_weight, tables, config, training):
+    """`objective` from the head outputs `out` on; the batch in the full dtype."""
     full, area, size = dtypes_of(config).full, config.board_area, config.pos_len
-    batch = {key: array.astype(full) for key, array in batch.items()}
-    out = forward(params, batch, tables, config)
     columns, board = batch["globalTargetsNC"], batch["valueTargetsNCHW"]
     rows = columns.shape[0]
 
