@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from . import checkpoint, layout
@@ -39,14 +40,19 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)
     val_marks = Marks(config.val_every_samples, state.samples)
-    for chunk in training_chunks(train_files, config, lambda: state):
+    chunks = training_chunks(train_files, config, lambda: state)
+    times = StepTimes() if config.log_step_time else None
+    if times:
+        step, chunks = times.timed_step(step), times.timed_chunks(chunks)
+    for chunk in chunks:
         warned = warned or warn_of_small_boards(chunk, config)
-        started = time.perf_counter()
         state, metrics = step(state, chunk)
-        window.add(metrics, time.perf_counter() - started)
+        window.add(metrics)
         done = state.samples >= config.max_training_samples
         if state.step - window.start_step >= config.print_every:
             log(window.line(state, config))
+            if times:
+                log(times.take_line(state.step, state.step - window.start_step))
             window = Window(state.step)
         if val_marks.reached(state.samples, done):
             log(validate(evaluate, state, val_files, config))
@@ -122,11 +128,9 @@ class Window:
         self.start_time = time.perf_counter()
         self.sums: dict[str, np.float32] = {}
         self.learning_rate = 0.0
-        self.call_seconds = 0.0
 
-    def add(self, metrics: dict[str, float], call_seconds: float):
+    def add(self, metrics: dict[str, float]):
         self.learning_rate = metrics["lr"]
-        self.call_seconds = call_seconds
         for name, value in metrics.items():
             self.sums[name] = self.sums.get(name, np.float32(0)) + np.float32(value)
 
@@ -141,7 +145,49 @@ class Window:
             f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={self.learning_rate:.2e}, wd={config.wd:.4f}, "
             f"loss={self.sums['loss'] / steps:.4f}, {shown(self.sums)}, grad_norm={norm}, "
             f"sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={100 * tflops / config.xla_peak_tflops if config.xla_peak_tflops else 0:.2f}%"
-            + (f", step_time={self.call_seconds:.4f}s" if config.log_step_time else "")
+        )
+
+
+class StepTimes:
+    """Seconds of the window's steps, by what the loop waited for. Measuring has a price: no work overlaps any more.
+
+    data: the batch stream, files and host side of augmentation; host_submit: batches onto the devices, and the call
+    itself; train_wait: from there until every output is ready.
+    """
+
+    def __init__(self):
+        self.data = self.host_submit = self.train_wait = 0.0
+
+    def timed_chunks(self, chunks: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        while True:
+            started = time.perf_counter()
+            chunk = next(chunks, None)
+            self.data += time.perf_counter() - started
+            if chunk is None:
+                return
+            yield chunk
+
+    def timed_step(self, step: Callable) -> Callable:
+        def timed(state, batches):
+            started = time.perf_counter()
+
+            def submitted(outputs):
+                under_way = time.perf_counter()
+                jax.block_until_ready(outputs)
+                self.host_submit += under_way - started
+                self.train_wait += time.perf_counter() - under_way
+
+            return step(state, batches, submitted=submitted)
+
+        return timed
+
+    def take_line(self, step: int, num_steps: int) -> str:
+        """The means over the window's steps, as the line that follows its log line; the next window starts from nothing."""
+        data, host_submit, train_wait = (seconds / num_steps for seconds in (self.data, self.host_submit, self.train_wait))
+        self.data = self.host_submit = self.train_wait = 0.0
+        return (
+            f"STEP_TIME: step={step}, steps={num_steps}, data={data:.4f}s, host_submit={host_submit:.4f}s, "
+            f"train_wait={train_wait:.4f}s, total={data + host_submit + train_wait:.4f}s"
         )
 
 

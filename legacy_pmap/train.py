@@ -1,10 +1,12 @@
 """The trainer: epochs of batches, steps, log lines, validation, checkpoints (spec, section 6)."""
 
 import dataclasses
+import itertools
 import os
 import sys
 import time
 
+import jax
 import numpy as np
 
 from .checkpoint import FILE_NAME, CheckpointError, load_checkpoint, save_checkpoint
@@ -39,20 +41,15 @@ def metrics_text(totals, count):
     return ", ".join(parts)
 
 
-def epoch_chunks(files, config, step):
-    """The batches of one epoch started at `step`, K at a time; the epoch's last chunk may be shorter.
+def epoch_chunks(files, config, step, most=None):
+    """The batches of one epoch started at `step`, at most `most`, K at a time; the last chunk may be shorter.
 
     The file order and the stream depend on the step the epoch started at: a resumed run sees other batches (spec, 7.4).
     """
     files = list(files)
     np.random.default_rng(config.seed + step).shuffle(files)
-    chunk = []
-    for batch in read_batches(files, config, config.seed + step):
-        chunk.append(batch)
-        if len(chunk) == config.steps_per_jit:
-            yield chunk
-            chunk = []
-    if chunk:
+    batches = itertools.islice(read_batches(files, config, config.seed + step), most)
+    while chunk := list(itertools.islice(batches, config.steps_per_jit)):
         yield chunk
 
 
@@ -100,33 +97,34 @@ def train(config):
     flops, samples_from = 3 * forward_flops(config), state.samples
     save_mark, val_mark = (state.samples + every for every in (config.save_every_samples, config.val_every_samples))
     saved_at = validated_at = None
+    times = StepTimes() if config.log_step_time else None
+    if times:
+        run_step = times.timed_step(run_step)
     totals, window_steps, window_start, warned = {}, 0, time.perf_counter(), config.allow_nonfull_mask
     while state.samples < config.max_training_samples:
-        for chunk in epoch_chunks(train_files, config, state.step):
-            left = -(-(config.max_training_samples - state.samples) // config.batch_size)
-            chunk = chunk[:left]
+        left = -(-(config.max_training_samples - state.samples) // config.batch_size)
+        chunks = epoch_chunks(train_files, config, state.step, left)
+        for chunk in times.timed_chunks(chunks) if times else chunks:
             if not warned and any(batch["binaryInputNCHW"][:, 0].min() < 1.0 for batch in chunk):
                 # The model has no mask: it treats points off a smaller board like points on it.
                 print("warning: rows with boards smaller than pos_len; --allow-nonfull-mask silences this", file=sys.stderr)
                 warned = True
-            call_start = time.perf_counter()
             state, metrics = run_step(state, chunk)
             now = time.perf_counter()
             totals = add_metrics(totals, metrics)
             window_steps += len(chunk)
             if window_steps >= config.print_every:
                 seconds = max(now - window_start, 1e-9)
-                print(log_line(state, config, metrics["lr"], totals, window_steps, seconds, flops, now - call_start), flush=True)
+                print(log_line(state, config, metrics["lr"], totals, window_steps, seconds, flops), flush=True)
+                if times:
+                    print(times.take_line(state.step, window_steps), flush=True)
                 totals, window_steps, window_start = {}, 0, time.perf_counter()
-            done = state.samples >= config.max_training_samples
             if config.val_every_samples and state.samples >= val_mark:
                 print(validate(state, val_files, config, evaluate), flush=True)
                 val_mark, validated_at = _next_mark(val_mark, config.val_every_samples, state.samples), state.samples
             if config.save_every_samples and state.samples >= save_mark:
                 save_checkpoint(checkpoint, state, config)
                 save_mark, saved_at = _next_mark(save_mark, config.save_every_samples, state.samples), state.samples
-            if done:
-                break
     if state.samples > samples_from and validated_at != state.samples:
         print(validate(state, val_files, config, evaluate), flush=True)
     if not config.no_final_save and saved_at != state.samples and (state.samples > samples_from or not resuming):
@@ -139,15 +137,55 @@ def _next_mark(mark, every, samples):
     return mark + every * ((samples - mark) // every + 1)
 
 
-def log_line(state, config, lr, totals, steps, seconds, flops, call_seconds):
+def log_line(state, config, lr, totals, steps, seconds, flops):
     rate = steps * config.batch_size / seconds
     tflops = rate * flops / 1e12
     mfu = 100.0 * tflops / config.xla_peak_tflops if config.xla_peak_tflops > 0.0 else 0.0
     norm = f"{float(totals['grad_norm']) / steps:.3f}" if config.uses_norm else "off"
-    line = (f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={lr:.2e}, wd={config.wd:.4f}, "
+    return (f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={lr:.2e}, wd={config.wd:.4f}, "
             f"{metrics_text(totals, steps)}, "
             f"grad_norm={norm}, sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={mfu:.2f}%")
-    return line + (f", step_time={call_seconds:.4f}s" if config.log_step_time else "")
+
+
+class StepTimes:
+    """Seconds of the window's steps by what the loop waited for; measuring has a price, no work overlaps any more.
+
+    data: the batch stream, reading and augmenting; host_submit: batches onto the devices, and the call itself; train_wait: from
+    there until every output is ready. The specification names no format for the original's STEP_TIME lines: this one is ours.
+    """
+
+    def __init__(self):
+        self.data = self.host_submit = self.train_wait = 0.0
+
+    def timed_chunks(self, chunks):
+        while True:
+            started = time.perf_counter()
+            chunk = next(chunks, None)
+            self.data += time.perf_counter() - started
+            if chunk is None:
+                return
+            yield chunk
+
+    def timed_step(self, run_step):
+        def timed(state, batches):
+            started = time.perf_counter()
+
+            def submitted(outputs):
+                under_way = time.perf_counter()
+                jax.block_until_ready(outputs)
+                self.host_submit += under_way - started
+                self.train_wait += time.perf_counter() - under_way
+
+            return run_step(state, batches, submitted=submitted)
+
+        return timed
+
+    def take_line(self, step, steps):
+        """The means over the window's steps, as the line that follows its log line; the next window starts from nothing."""
+        data, host_submit, train_wait = (seconds / steps for seconds in (self.data, self.host_submit, self.train_wait))
+        self.data = self.host_submit = self.train_wait = 0.0
+        return (f"STEP_TIME: step={step}, steps={steps}, data={data:.4f}s, host_submit={host_submit:.4f}s, "
+                f"train_wait={train_wait:.4f}s, total={data + host_submit + train_wait:.4f}s")
 
 
 def main(argv=None):

@@ -179,11 +179,79 @@ def test_log_lines_come_every_so_many_steps_also_when_calls_take_several(recorde
     assert [LOG_LINE.fullmatch(line)["step"] for line in lines if line.startswith("step=")] == ["4", "8", "11"]
 
 
-def test_the_time_of_a_step_is_logged_where_it_is_asked_for(recorded, tmp_path, rows9):
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the run moves: a batch takes 0.5 s to read, a call 4 s to submit and 8 s to finish."""
+    now = [1000.0]
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    def make_train_step(config):
+        def step(state, batches, submitted=None):
+            pass_time(4)
+            if submitted is not None:
+                submitted("outputs")
+            state = TrainState(state.learned, state.step + len(batches), state.samples + len(batches) * config.batch_size)
+            return state, TERMS_OF_A_STEP | {"grad_norm": 7.0, "lr": 0.1}
+
+        return step
+
+    def read_packed_batches(*arguments):
+        for batch in original(*arguments):
+            pass_time(0.5)
+            yield batch
+
+    def block_until_ready(outputs):
+        assert outputs == "outputs"
+        pass_time(8)
+
+    original = train_module.read_packed_batches
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
+    monkeypatch.setattr(train_module, "make_eval_step", lambda config: lambda state, batch: pass_time(100) or TERMS_OF_A_STEP)
+    monkeypatch.setattr(train_module, "read_packed_batches", read_packed_batches)
+    monkeypatch.setattr(train_module, "jax", SimpleNamespace(block_until_ready=block_until_ready))
+
+
+def test_step_times_are_means_over_the_windows_steps_also_with_a_short_last_call(clock, tmp_path, rows9):
     lines = []
-    train(small_config(tmp_path / "a", rows9, log_step_time=True), log=lines.append)
-    line, seconds = lines[0].rsplit(", step_time=", 1)
-    assert LOG_LINE.fullmatch(line) and 0 <= float(seconds.removesuffix("s")) < 60
+    # Calls of 2, 2, 2, 2 and 1 steps; a validation after the second one counts nowhere.
+    options = dict(max_training_samples=9 * 16, steps_per_jit=2, val_every_samples=4 * 16, no_final_save=True)
+    train(small_config(tmp_path / "a", rows9, log_step_time=True, **options | {"print_every": 3}), log=lines.append)
+    assert [line for line in lines if line.startswith("STEP_TIME")] == [
+        "STEP_TIME: step=4, steps=4, data=0.5000s, host_submit=2.0000s, train_wait=4.0000s, total=6.5000s",
+        "STEP_TIME: step=8, steps=4, data=0.5000s, host_submit=2.0000s, train_wait=4.0000s, total=6.5000s",
+    ]
+    # Each follows the log line of its window.
+    assert [line.split(",")[0].split(":")[0] for line in lines] == [
+        "step=4", "STEP_TIME", "  VAL [64 samples]", "step=8", "STEP_TIME", "  VAL [128 samples]", "  VAL [144 samples]",
+    ]  # fmt: skip
+    lines.clear()
+    train(small_config(tmp_path / "a", rows9, log_step_time=True, **options | {"print_every": 1}), log=lines.append)
+    assert lines[-2] == "STEP_TIME: step=9, steps=1, data=0.5000s, host_submit=4.0000s, train_wait=8.0000s, total=12.5000s"
+
+
+def test_without_the_option_nothing_is_measured_or_waited_for(clock, tmp_path, rows9, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(train_module, "StepTimes", refuse)
+    monkeypatch.setattr(train_module.jax, "block_until_ready", refuse)
+    lines = []
+    train(small_config(tmp_path / "a", rows9, print_every=1, no_final_save=True), log=lines.append)
+    assert [line[:5] for line in lines] == ["step="] * 3 + ["  VAL"]
+    assert "time=4.5s" in lines[1]  # 0.5 to read and 4 to submit: no wait
+
+
+def test_a_real_steps_times_are_those_of_its_outputs(real_run, rows9, tmp_path):
+    """The real step calls the hook with every output, before it returns; the batch's program is the one of real_run."""
+    config = small_config(tmp_path, rows9)
+    seen = []
+    batch = next(train_module.read_packed_batches(find_files(rows9 / "train"), config, 1))
+    state, metrics = train_module.make_train_step(config)(init_state(config), [batch], submitted=seen.append)
+    ((learned, (terms, norm)),) = seen
+    assert learned is state.learned and float(norm) == metrics["grad_norm"] and float(terms[0]) == metrics["loss"]
 
 
 def test_rows_of_smaller_boards_are_warned_of_once(recorded, tmp_path, rows9, capsys):
@@ -274,8 +342,8 @@ def test_marks_are_reached_once_each_and_at_the_end():
 def test_a_windows_figures_are_means_over_its_steps_and_over_weight():
     window = Window(10)
     metrics = {"loss": 30.0, "p0loss": 1.0, "vloss": 2.0, "oloss": 3.0, "skloss": 4.0, "pacc1": 5.0, "wsum": 16.0, "grad_norm": 8.0}
-    window.add(metrics | {"lr": 1e-4}, 0.5)
-    window.add({name: 3 * value for name, value in metrics.items()} | {"lr": 2e-4, "wsum": 48.0}, 0.25)
+    window.add(metrics | {"lr": 1e-4})
+    window.add({name: 3 * value for name, value in metrics.items()} | {"lr": 2e-4, "wsum": 48.0})
     config = Config(pos_len=9, batch_size=16, wd=0.25, log_grad_norm=True)
     state = SimpleNamespace(step=14, samples=224)  # 4 steps, in two calls of two
     line = window.line(state, config)
@@ -283,15 +351,14 @@ def test_a_windows_figures_are_means_over_its_steps_and_over_weight():
     # loss 120 / 4 steps; p0loss 4 / 64 weights; norm 32 / 4.
     assert "lr=2.00e-04, wd=0.2500, loss=30.0000, p0loss=0.0625, vloss=0.1250, oloss=0.1875, skloss=0.2500, pacc1=0.3125, grad_norm=8.000" in line
     assert "grad_norm=off" in window.line(state, config.replace(log_grad_norm=False))
-    assert window.line(state, config.replace(log_step_time=True)).endswith(", step_time=0.2500s")
     assert window.line(state, config.replace(xla_peak_tflops=0.0)).endswith("MFU=0.00%")
 
 
 def test_window_sums_are_float32():
     window = Window(0)
     metrics = dict.fromkeys("loss p0loss vloss oloss skloss pacc1 wsum grad_norm lr".split(), 1.0)
-    window.add(metrics | {"p0loss": 2.0**24}, 0.0)
-    window.add(metrics, 0.0)
+    window.add(metrics | {"p0loss": 2.0**24})
+    window.add(metrics)
     assert window.sums["p0loss"] == 2.0**24 and window.sums["p0loss"].dtype == np.float32
 
 
