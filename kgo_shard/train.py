@@ -11,7 +11,8 @@ import numpy as np
 
 from . import checkpoint, layout
 from .batches import check_files, epoch_files, read_packed_batches, read_validation, rows_read
-from .config import Config, ConfigError, ModelConfig, Parser, add_options, from_arguments
+from .config import Config, ConfigError, Parser, add_options, from_arguments
+from .flops import muon_line, training_flops
 from .npz import DataError
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
@@ -36,6 +37,8 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     for _ in read_validation(val_files, config, 0):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     state = start(path, config, log)
+    if config.optimizer == "muon":
+        log(muon_line(config))
     step, evaluate = make_train_step(config), make_eval_step(config)
     window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)
@@ -202,15 +205,6 @@ def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config)
         for name, value in evaluate(state, batch).items():
             sums[name] = sums.get(name, np.float32(0)) + np.float32(value)
     return f"  VAL [{state.samples} samples]: loss={sums['loss'] / count:.4f}, {shown(sums)}"
-
-
-def training_flops(model: ModelConfig) -> int:
-    """Floating-point operations a sample, forward and backward: three times the forward's matrix products."""
-    area, channels, ffn = model.num_points, model.hidden_size, model.ffn_dim
-    blocks = model.num_layers * (8 * area * channels**2 + 4 * area**2 * channels + 6 * area * channels * ffn)
-    stem = 2 * layout.NUM_PLANES * 9 * channels * area + 2 * layout.NUM_GLOBALS * channels
-    heads = 12 * area * channels + 12 * channels + 58 * area * channels + 2 * channels * model.num_score_buckets
-    return 3 * (blocks + stem + heads)
 
 
 def make_parser(prog: str) -> Parser:

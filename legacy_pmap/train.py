@@ -12,20 +12,11 @@ import numpy as np
 from .checkpoint import FILE_NAME, CheckpointError, load_checkpoint, save_checkpoint
 from .config import parse_args
 from .data import DataError, list_files, check_rows, read_batches
+from .flops import muon_line, training_flops
 from .step import init_state, make_eval_step, make_train_step
 
 VALIDATION_SEED = 999983
 LOGGED_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
-
-
-def forward_flops(config):
-    """Model FLOPs of one sample, forward; training counts three times as many."""
-    sizes, area = config.model_config, config.board_area
-    layers, width, ffn = sizes["num_layers"], sizes["hidden_size"], sizes["ffn_dim"]
-    block = 8 * area * width**2 + 4 * area**2 * width + 6 * area * width * ffn
-    stem = 2 * 22 * 9 * width * area + 2 * 19 * width
-    heads = (12 * area * width + 12 * width) + 58 * area * width + 2 * width * config.score_buckets
-    return layers * block + stem + heads
 
 
 def add_metrics(totals, metrics):
@@ -92,9 +83,11 @@ def train(config):
     os.makedirs(config.traindir, exist_ok=True)
     if resuming:
         print(f"resumed {checkpoint} at step={state.step}, samples={state.samples}", flush=True)
+    if config.optimizer == "muon":
+        print(muon_line(config), flush=True)
 
     run_step, evaluate = make_train_step(config), make_eval_step(config)
-    flops, samples_from = 3 * forward_flops(config), state.samples
+    flops, samples_from = training_flops(config), state.samples
     save_mark, val_mark = (state.samples + every for every in (config.save_every_samples, config.val_every_samples))
     saved_at = validated_at = None
     times = StepTimes() if config.log_step_time else None
