@@ -55,7 +55,6 @@ SYMMETRIES = {
 # Options of the original that this version parses but does not run yet: the values that it does run.
 BUILT = {
     "int8_train": (False,),
-    "component_profile": (False,),
 }
 
 

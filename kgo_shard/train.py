@@ -14,6 +14,7 @@ from .batches import check_files, epoch_files, read_packed_batches, read_validat
 from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .flops import muon_line, training_flops
 from .npz import DataError
+from .profile import profile_components
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
 
@@ -23,6 +24,7 @@ SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     """Train until `max_training_samples`, resuming from the run folder's checkpoint; the original's loop and log lines.
 
+    With `component_profile` it times the parts of a step instead: it neither trains nor writes.
     Raises ConfigError, DataError or CheckpointError before anything is written.
     """
     for name in ("traindir", "datadir"):
@@ -39,6 +41,12 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     state = start(path, config, log)
     if config.optimizer == "muon":
         log(muon_line(config))
+    if config.component_profile:
+        seed = config.seed + state.step
+        batch = next(read_packed_batches(epoch_files(train_files, seed), config, seed))
+        for line in profile_components(state, batch, config):
+            log(line)
+        return state
     step, evaluate = make_train_step(config), make_eval_step(config)
     window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)

@@ -13,6 +13,7 @@ from .checkpoint import FILE_NAME, CheckpointError, load_checkpoint, save_checkp
 from .config import parse_args
 from .data import DataError, list_files, check_rows, read_batches
 from .flops import muon_line, training_flops
+from .profile import component_lines
 from .step import init_state, make_eval_step, make_train_step
 
 VALIDATION_SEED = 999983
@@ -67,7 +68,8 @@ def check_files(folder, files, rows, config):
 def train(config):
     """Trains until max_training_samples, from TRAINDIR's checkpoint when there is one. Returns the last State.
 
-    Writes TRAINDIR/checkpoint_jax.pkl and prints the original's log lines. Raises ValueError without traindir or datadir,
+    Writes TRAINDIR/checkpoint_jax.pkl and prints the original's log lines. With component_profile it times the parts of a step
+    instead, and neither trains nor writes. Raises ValueError without traindir or datadir,
     DataError for bad data and CheckpointError for a checkpoint that does not fit; all before anything is written.
     """
     for name in ("traindir", "datadir"):
@@ -80,12 +82,17 @@ def train(config):
     checkpoint = os.path.join(config.traindir, FILE_NAME)
     resuming = not config.no_resume and os.path.exists(checkpoint)
     state = load_checkpoint(checkpoint, config) if resuming else init_state(config)
-    os.makedirs(config.traindir, exist_ok=True)
     if resuming:
         print(f"resumed {checkpoint} at step={state.step}, samples={state.samples}", flush=True)
     if config.optimizer == "muon":
         print(muon_line(config), flush=True)
+    if config.component_profile:
+        [[batch]] = epoch_chunks(train_files, config, state.step, most=1)
+        for line in component_lines(state, batch, config):
+            print(line, flush=True)
+        return state
 
+    os.makedirs(config.traindir, exist_ok=True)
     run_step, evaluate = make_train_step(config), make_eval_step(config)
     flops, samples_from = training_flops(config), state.samples
     save_mark, val_mark = (state.samples + every for every in (config.save_every_samples, config.val_every_samples))

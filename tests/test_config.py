@@ -190,7 +190,6 @@ def test_options_that_exclude_each_other_are_refused(options, message):
     ("name", "value"),
     [
         ("int8_train", True),
-        ("component_profile", True),
     ],
 )
 def test_what_is_not_built_yet_is_refused_by_name(name, value):

@@ -48,7 +48,7 @@ def test_bad_options_are_refused_by_name(options, words):
 
 
 @pytest.mark.parametrize("options", [
-    dict(component_profile=True), dict(component_profile_grad=True), dict(int8_train=True),
+    dict(int8_train=True),
     dict(int8_target="all"), dict(int8_fwd_bits=4),
 ])
 def test_unbuilt_options_say_so(options):
