@@ -95,10 +95,10 @@ class Config:
     rope_dtype: str = _dtype_option()
     ffn_mul_dtype: str = _dtype_option()
     attention_logits_dtype: str = _dtype_option()
-    int8_train: bool = _option(False, bool, built=(False,))
-    int8_target: str = _option("ffn", str, built=("ffn",))
-    int8_fwd_bits: int = _option(8, int, built=(8,))
-    int8_bwd_bits: int = _option(8, int, built=(8,))
+    int8_train: bool = _option(False, bool, help="refused: not part of this project")
+    int8_target: str = _option("ffn", str, help="recorded in checkpoints, otherwise without effect")
+    int8_fwd_bits: int = _option(8, int, low=1, help="recorded")
+    int8_bwd_bits: int = _option(8, int, low=1, help="recorded")
     ema_decay: float = _option(0.0, float, low=0.0, below=1.0, help="0: off")
     log_grad_norm: bool = _option(False, bool)
     log_step_time: bool = _option(False, bool)
@@ -211,6 +211,9 @@ def _check_together(config):
     """Rules over more than one option."""
     if config.compute_dtype == "float64":
         require_x64()
+    if config.int8_train:
+        raise ValueError("option int8_train=True is not allowed: INT8 products need the original's optional quantisation package and are "
+                         "not part of this project; drop --int8-train")
     if config.symmetry_type == "all" and config.batch_size % 8:
         raise ValueError(f"option batch_size={config.batch_size} is not allowed with symmetry_type='all': it must divide by 8")
     if config.data_parallel_devices and not config.data_parallel:

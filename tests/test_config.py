@@ -186,17 +186,6 @@ def test_options_that_exclude_each_other_are_refused(options, message):
         Config(**options)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("int8_train", True),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_by_name(name, value):
-    with pytest.raises(ConfigError, match=f"{name} = {value!r} is not built yet"):
-        Config(**{name: value})
-
-
 def test_separate_projections_win_over_fused_ones():
     config = Config(fuse_projections=True, separate_projections=True)
     assert not config.projections_fused

@@ -447,7 +447,7 @@ def test_bad_data_is_refused_before_anything_is_written(data, tmp_path, capsys, 
         ({"lr": "nan"}, "lr = nan"),
         ({"lr": "fast"}, "--lr"),
         ({"optimizer": "lion"}, "optimizer = 'lion'"),
-        ({"int8_train": True}, "int8_train"),
+        ({"int8_train": True}, "int8_train = True: INT8 products need"),
         ({"symmetry_type": "all", "batch_size": 20, "data_parallel_devices": 4}, "symmetry_type 'all'"),
     ],
 )

@@ -47,15 +47,6 @@ def test_bad_options_are_refused_by_name(options, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options", [
-    dict(int8_train=True),
-    dict(int8_target="all"), dict(int8_fwd_bits=4),
-])
-def test_unbuilt_options_say_so(options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))}=.*is not built yet"):
-        stack.Config(**options)
-
-
 def test_separate_projections_wins():
     assert not stack.Config(fuse_projections=True, separate_projections=True).fuse_projections
 
