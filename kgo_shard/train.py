@@ -151,10 +151,10 @@ class Window:
         seconds = max(time.perf_counter() - self.start_time, 1e-9)
         rate = steps * config.batch_size / seconds
         tflops = rate * training_flops(config.model) / 1e12
-        norm = f"{self.sums['grad_norm'] / steps:.3f}" if config.needs_grad_norm else "off"
+        norm = f"{float(self.sums['grad_norm']) / steps:.3f}" if config.needs_grad_norm else "off"
         return (
             f"step={state.step}, samples={state.samples}, time={seconds:.1f}s, lr={self.learning_rate:.2e}, wd={config.wd:.4f}, "
-            f"loss={self.sums['loss'] / steps:.4f}, {shown(self.sums)}, grad_norm={norm}, "
+            f"loss={float(self.sums['loss']) / steps:.4f}, {shown(self.sums)}, grad_norm={norm}, "
             f"sps={rate:.1f}, TFLOPS={tflops:.2f}, MFU={100 * tflops / config.xla_peak_tflops if config.xla_peak_tflops else 0:.2f}%"
         )
 
@@ -203,7 +203,8 @@ class StepTimes:
 
 
 def shown(sums: dict[str, np.float32]) -> str:
-    return ", ".join(f"{name}={sums[name] / sums['wsum']:.4f}" for name in SHOWN_TERMS)
+    with np.errstate(divide="ignore", invalid="ignore"):  # rows of no weight at all show nan
+        return ", ".join(f"{name}={sums[name] / sums['wsum']:.4f}" for name in SHOWN_TERMS)
 
 
 def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config) -> str:
@@ -212,7 +213,7 @@ def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config)
     for count, batch in enumerate(read_validation(files, config, state.samples), start=1):
         for name, value in evaluate(state, batch).items():
             sums[name] = sums.get(name, np.float32(0)) + np.float32(value)
-    return f"  VAL [{state.samples} samples]: loss={sums['loss'] / count:.4f}, {shown(sums)}"
+    return f"  VAL [{state.samples} samples]: loss={float(sums['loss']) / count:.4f}, {shown(sums)}"
 
 
 def make_parser(prog: str) -> Parser:

@@ -362,6 +362,20 @@ def test_window_sums_are_float32():
     assert window.sums["p0loss"] == 2.0**24 and window.sums["p0loss"].dtype == np.float32
 
 
+def test_means_over_steps_are_divided_as_doubles():
+    total = np.float32(6144.0225)  # a third of it: 2048.00749 as a double, 2048.00757 as a float32
+    window = Window(0)
+    window.add(dict.fromkeys("loss p0loss vloss oloss skloss pacc1 wsum grad_norm lr".split(), total))
+    line = window.line(SimpleNamespace(step=3, samples=48), Config(pos_len=9, log_grad_norm=True))
+    assert "loss=2048.0075, " in line and "grad_norm=2048.007, " in line
+
+
+def test_rows_of_no_weight_show_nan_without_a_warning():
+    window = Window(0)
+    window.add(dict.fromkeys("loss p0loss vloss oloss skloss pacc1 wsum grad_norm lr".split(), 0.0))
+    assert "loss=0.0000, p0loss=nan, vloss=nan" in window.line(SimpleNamespace(step=1, samples=16), Config(pos_len=9))
+
+
 def test_validation_figures_are_means_over_batches_and_over_weight(rows9):
     values = iter([(10.0, 16.0), (20.0, 8.0)])
 
