@@ -20,23 +20,28 @@ VALIDATION_SEED = 999983
 
 
 def find_files(folder: str | Path) -> list[Path]:
-    """The npz files of a data folder: `*.npz`, else the names in `index.json`, else `**/*.npz`; sorted."""
+    """The npz files of a data folder: `*.npz`, else the names in `index.json`, else `**/*.npz`; sorted as text.
+
+    As text, because the order of paths is another one where folders are nested: a-b/x.npz comes before a/x.npz.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    files = sorted(folder.glob("*.npz"))
+    files = sorted(folder.glob("*.npz"), key=str)
     if not files and (folder / "index.json").is_file():
-        files = sorted(path for path in _index_paths(folder) if path.suffix == ".npz" and path.is_file())
-    return files or sorted(folder.glob("**/*.npz"))
+        files = sorted((path for path in _index_paths(folder) if path.suffix == ".npz" and path.is_file()), key=str)
+    return files or sorted(folder.glob("**/*.npz"), key=str)
 
 
 def _index_paths(folder: Path) -> Iterator[Path]:
     index = folder / "index.json"
     try:
         entries = json.loads(index.read_text(encoding="utf-8"))["files"]
+        if not isinstance(entries, list):
+            raise TypeError("files is not a list")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f'{index}: expected {{"files": [...]}} ({type(error).__name__}: {error})') from None
-    for entry in entries if isinstance(entries, list) else ():
+    for entry in entries:
         if isinstance(entry, dict):
             entry = next((entry[key] for key in ("name", "path", "file", "filename") if key in entry), None)
         if isinstance(entry, str):
@@ -45,7 +50,7 @@ def _index_paths(folder: Path) -> Iterator[Path]:
 
 def epoch_files(files: Sequence[Path], seed: int) -> list[Path]:
     """The files of one epoch in training order; `seed` is the run's seed plus the step at which the epoch starts."""
-    files = sorted(files)
+    files = sorted(files, key=str)
     np.random.default_rng(seed).shuffle(files)
     return files
 

@@ -58,7 +58,7 @@ def _indexed_files(folder, index):
         if isinstance(entry, dict):
             entry = next((entry[key] for key in ("name", "path", "file", "filename") if key in entry), None)
         if not isinstance(entry, str):
-            raise DataError(f"{index}: an entry of files is neither text nor an object with name, path, file or filename")
+            continue  # names no file; like a name whose file does not exist
         path = folder / entry  # an absolute entry replaces the folder
         if path.suffix == ".npz" and path.is_file():
             files.append(str(path))

@@ -83,7 +83,7 @@ def train(config):
     resuming = not config.no_resume and os.path.exists(checkpoint)
     state = load_checkpoint(checkpoint, config) if resuming else init_state(config)
     if resuming:
-        print(f"resumed {checkpoint} at step={state.step}, samples={state.samples}", flush=True)
+        print(f"resumed from {checkpoint}: step {state.step}, {state.samples} samples", flush=True)
     if config.optimizer == "muon":
         print(muon_line(config), flush=True)
     if config.component_profile:

@@ -279,16 +279,17 @@ def test_an_index_may_name_files_in_every_form(tmp_path):
 
 
 def test_without_files_or_a_useful_index_deeper_folders_are_searched(tmp_path):
-    for name in ("b/2.npz", "a/deep/3.npz", "a/1.npz"):
+    for name in ("b/2.npz", "a/deep/3.npz", "a/1.npz", "a-b/4.npz"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    expected = [tmp_path / "a/1.npz", tmp_path / "a/deep/3.npz", tmp_path / "b/2.npz"]
+    # As text "a-b/" comes before "a/"; as paths it would come after.
+    expected = [tmp_path / "a-b/4.npz", tmp_path / "a/1.npz", tmp_path / "a/deep/3.npz", tmp_path / "b/2.npz"]
     assert find_files(tmp_path) == expected
     (tmp_path / "index.json").write_text('{"files": ["gone.npz"]}')
     assert find_files(tmp_path) == expected
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"files"', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"files"', '{"files": "a.npz"}', "\xff"])
 def test_a_broken_index_is_named(tmp_path, text):
     (tmp_path / "index.json").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match="index.json"):

@@ -120,7 +120,7 @@ def test_layouts(tmp_path):
     for name in ("b.npz", "a.npz"):
         shutil.copy(FILES[0], nested / name)
     assert stack.list_files(tmp_path) == [str(nested / "a.npz"), str(nested / "b.npz")]
-    entries = [{"path": "nested/deep/b.npz"}, "nested/deep/gone.npz", str(nested / "a.npz"), {"filename": "nested/deep/b.txt"}]
+    entries = [{"path": "nested/deep/b.npz"}, "nested/deep/gone.npz", str(nested / "a.npz"), {"filename": "nested/deep/b.txt"}, {"rows": 7}, None]
     (tmp_path / "index.json").write_text(json.dumps({"files": entries}))
     assert stack.list_files(tmp_path) == [str(nested / "a.npz"), str(nested / "b.npz")]
     (tmp_path / "index.json").write_text(json.dumps({"files": entries[:1]}))
@@ -134,9 +134,10 @@ def test_bad_folders_are_refused(tmp_path):
         stack.list_files(tmp_path / "gone")
     with pytest.raises(stack.DataError, match="no .npz"):
         stack.list_files(tmp_path)
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(stack.DataError, match="index.json"):
-        stack.list_files(tmp_path)
+    for text in ("{", "[]", '{"files": "a.npz"}'):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(stack.DataError, match="index.json"):
+            stack.list_files(tmp_path)
 
 
 def bad_file(kind, path):

@@ -114,7 +114,7 @@ def test_resume_continues_and_refuses(tmp_path, capsys):
     lines_of(capsys)
     state = stack.train(run_config(tmp_path, max_training_samples=64))
     lines = lines_of(capsys)
-    assert state.step == 4 and any("resumed" in line and "step=2" in line for line in lines)
+    assert state.step == 4 and any(line.startswith("resumed from") and line.endswith(": step 2, 32 samples") for line in lines)
     before = (tmp_path / "out" / "checkpoint_jax.pkl").read_bytes()
     with pytest.raises(stack.CheckpointError, match="muon_target.*ffn"):
         stack.train(run_config(tmp_path, max_training_samples=96, muon_target="ffn"))
