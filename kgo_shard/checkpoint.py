@@ -125,9 +125,13 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
         "stack_blocks": config.blocks_stacked,
         "fuse_projections": config.projections_fused,
         "int8_train": config.int8_train,
+        "int8_target": config.int8_target,
+        "int8_fwd_bits": config.int8_fwd_bits,
+        "int8_bwd_bits": config.int8_bwd_bits,
     }
     # Absent in files of early versions of the original, which had no such choice.
-    assumed = {"muon_target": config.muon_target, "stack_blocks": False, "fuse_projections": False, "int8_train": False}
+    assumed = {"stack_blocks": False, "fuse_projections": False, "int8_train": False}
+    assumed |= {key: wanted[key] for key in ("muon_target", "int8_target", "int8_fwd_bits", "int8_bwd_bits")}
     for key, value in wanted.items():
         saved = meta.get(key, assumed.get(key))
         if saved != value:

@@ -329,6 +329,9 @@ def test_another_model_or_board_is_refused_with_both_values(saved, key, saved_va
         ("stack_blocks", True, "False"),
         ("fuse_projections", True, "False"),
         ("int8_train", True, "False"),
+        ("int8_target", "all", "ffn"),
+        ("int8_fwd_bits", 4, "8"),
+        ("int8_bwd_bits", 4, "8"),
         ("pos_len", 19, "9"),
     ],
 )
@@ -339,7 +342,7 @@ def test_another_optimizer_or_layout_is_refused_with_both_values(content, write,
 
 
 def test_what_early_files_did_not_say_is_assumed(state, content, write):
-    for key in ("muon_target", "stack_blocks", "fuse_projections", "int8_train"):
+    for key in ("muon_target", "stack_blocks", "fuse_projections", "int8_train", "int8_target", "int8_fwd_bits", "int8_bwd_bits"):
         del content["meta"][key]
     assert_same_bits(to_host(state), to_host(load_checkpoint(write(content), CONFIG)))
     del content["meta"]["pos_len"]

@@ -73,6 +73,7 @@ def test_missing_ema_starts_from_the_parameters(saved):
     (lambda p: p["meta"].update(muon_target="ffn"), ["muon_target", "ffn", "all"]),
     (lambda p: p["meta"].update(stack_blocks=True), ["stack_blocks", "True", "False"]),
     (lambda p: p["meta"].update(int8_train=True), ["int8_train", "True", "False"]),
+    (lambda p: p["meta"].update(int8_fwd_bits=4), ["int8_fwd_bits", "4", "8"]),
     (lambda p: p["meta"]["model_config"].update(hidden_size=64), ["model_config", "64", "32"]),
     (lambda p: p["meta"].pop("pos_len"), ["meta/pos_len", "missing"]),
     (lambda p: p["meta"].pop("step"), ["meta/step"]),
