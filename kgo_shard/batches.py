@@ -4,6 +4,7 @@ The stream yields rows as they are stored (bits packed, small integers) with the
 finishes them inside the step (augment.py). `read_batches` is the original's form of the same stream.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,7 +124,5 @@ def read_batches(files: Sequence[str | Path], config: Config, seed: int) -> Iter
 def read_validation(files: Sequence[Path], config: Config, total_samples: int) -> Iterator[dict[str, np.ndarray]]:
     """The batches of one validation after `total_samples` training rows: no symmetry, history as in training."""
     unrotated = config.replace(symmetry_type="none")
-    for index, batch in enumerate(read_packed_batches(files, unrotated, config.seed + total_samples + VALIDATION_SEED)):
-        if config.max_val_batches and index == config.max_val_batches:
-            return
-        yield batch
+    batches = read_packed_batches(files, unrotated, config.seed + total_samples + VALIDATION_SEED)
+    return itertools.islice(batches, config.max_val_batches or None)
