@@ -47,6 +47,23 @@ def test_check_mesh_cannot_be_tried_on_such_devices(capsys, devices, named):
     assert code == 2 and len(err) == 1 and named in err[0]
 
 
+# train
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--int8-train"], "int8_train = True: INT8 products need the original's optional quantisation package"),
+        (["--component-profile", "--data-parallel"], "data_parallel does not go with component_profile"),
+        (["--component-profile", "--component-profile-repeats", "0"], "component_profile_repeats = 0: must be at least 1"),
+    ],
+)
+def test_train_with_bad_options_is_exit_code_2_and_one_line(capsys, tmp_path, words, named):
+    code, out, err = run(capsys, "train", "--traindir", tmp_path / "run", "--datadir", tmp_path, *words)
+    assert code == 2 and out == "" and len(err) == 1 and named in err[0]
+    assert list(tmp_path.iterdir()) == []
+
+
 # diff
 
 
