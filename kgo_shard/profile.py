@@ -29,7 +29,7 @@ def profile_components(state: TrainState, batch: Batch, config: Config) -> Itera
         seconds = measure(call, config.component_profile_repeats)
         return component_line(name, what, seconds, num_flops)
 
-    parts = make_parts(state.learned.net, jax.jit(augment.expand, static_argnums=1)(batch, config.pos_len), make_tables(config.model))
+    parts = make_parts(state.learned.net, jax.jit(augment.expand, static_argnums=1)(batch, config.pos_len), make_tables(config.model), config.loss_profile)
     for name in ("stem", "attention", "ffn", "block", "trunk", "heads", "loss", "forward"):
         yield line(name, "forward", compiled(*parts[name]), flops[name])
     if config.component_profile_grad:
@@ -40,7 +40,7 @@ def profile_components(state: TrainState, batch: Batch, config: Config) -> Itera
     yield line("step", "training", make_step(state, batch, config), 3 * flops["forward"])
 
 
-def make_parts(net: Net, rows: dict[str, jax.Array], tables: Tables) -> dict[str, tuple]:
+def make_parts(net: Net, rows: dict[str, jax.Array], tables: Tables, profile: str) -> dict[str, tuple]:
     """name -> (function, what it is differentiated by, other inputs...), with `rows` as the model reads them."""
     planes, global_inputs = rows[layout.PLANES], rows[layout.GLOBALS]
     block = first_block(net)
@@ -62,7 +62,7 @@ def make_parts(net: Net, rows: dict[str, jax.Array], tables: Tables) -> dict[str
         return net(planes, global_inputs, tables)
 
     def terms(outputs, rows):
-        return loss.compute_terms(outputs, rows, seki_weight, tables)
+        return loss.compute_terms(outputs, rows, seki_weight, tables, profile)
 
     def objective(net, rows):
         return terms(forward(net, rows[layout.PLANES], rows[layout.GLOBALS]), rows).loss

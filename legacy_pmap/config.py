@@ -37,9 +37,8 @@ SYMMETRY_TYPES = ("xyt", "x", "xy", "x+y", "t", "all", "none")
 AXIS = "data"  # the pmap axis
 
 
-def _option(default, kind, *, choices=None, low=None, high=None, below=None, built=None, help=""):
-    """One option: `built` lists the values that work today; any other valid value is refused as not built yet."""
-    rules = dict(kind=kind, choices=choices, low=low, high=high, below=below, built=built, help=help)
+def _option(default, kind, *, choices=None, low=None, high=None, below=None, help=""):
+    rules = dict(kind=kind, choices=choices, low=low, high=high, below=below, help=help)
     return dataclasses.field(default=default, metadata=rules)
 
 
@@ -51,7 +50,7 @@ def _dtype_option():
 class Config:
     """Options of one run: the original's command line with underscores, same defaults (spec, section 6).
 
-    Raises ValueError naming the option for an unknown name, a bad value, a value that is not built yet, or two options that
+    Raises ValueError naming the option for an unknown name, a bad value, or two options that
     exclude each other. With `data_parallel` the devices are counted, which starts JAX's backend.
     """
 
@@ -202,8 +201,6 @@ def _checked(name, value, default, rules):
         bad = f"below {rules['below']}"
     if bad is not None:
         raise ValueError(f"option {name}={value!r} is not allowed: it must be {bad}")
-    if rules["built"] is not None and value not in rules["built"]:
-        raise ValueError(f"option {name}={value!r} is not built yet: use {rules['built'][0]!r}")
     return value
 
 

@@ -124,7 +124,7 @@ def words_of(**options) -> list[str]:
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
+        words += [flag] if value is True else [flag.replace("--", "--no-", 1)] if value is False else [flag, str(value)]
     return words
 
 
@@ -227,6 +227,9 @@ def test_resume_finished_runs_and_no_resume(fakes, tmp_path, rows9):
         dict(xla_peak_tflops=0, warmup_samples=64, seed=3),
         dict(log_grad_norm=True, max_val_batches=0, enable_history_matrices=True, print_every=3),  # sums of 3: no exact halves
         dict(log_step_time=True, steps_per_jit=3, print_every=2),
+        dict(optimizer="muon", muon_target="attn", muon_polar_steps=3, muon_row_split_size=16, muon_group_blocks=False),
+        dict(optimizer="sgd", scan_blocks=True, fuse_projections=True, remat_blocks=True, attention_impl="xla"),
+        dict(optimizer="none", stack_blocks=True, loss_profile="policy_only", separate_projections=True),
         dict(int8_target="all", int8_fwd_bits=4, ema_decay=0.5, activation_dtype="bf16", donate_train_buffers=True),
     ],
 )
