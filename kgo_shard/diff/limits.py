@@ -103,6 +103,20 @@ LIMITS = (
         "draws of one size. No other stage looks back: a relative error that cancellation made large once would excuse that "
         "leaf for ever.",
     ),
+    Limit(
+        "recordings: first moments of head biases whose terms cancel",
+        f"{FACTOR} x half a unit in the last place of the sum of the terms' sizes, where that is larger; in v twice that",
+        "A bias's gradient adds one term an output: 2592 that cancel to 1/67 of their size for policy_head/linear_board/b on one "
+        "device. The terms are float32 themselves, so even their exact sum is off by half a unit of the sum of their sizes; the "
+        "rounding of the result knows only the sum's own size. The sizes are the float64 run's. Such leaves are named in the row.",
+    ),
+    Limit(
+        "recordings: parameters that follow from their moments",
+        "as above, or the proven bound of the rounding of one AdamW update from the replay's own moments",
+        "Adam's first update is g / (|g| + 1e-8): it turns an error of 1e-11 in a gradient element of 1e-8 into a thousandth of a "
+        "whole update, and one such element can carry a leaf beyond its limit. It passes only if its moments keep their limits and "
+        "it is what AdamW makes of them from the step before, computed in float64. Such leaves are named in the row.",
+    ),
 )
 
 

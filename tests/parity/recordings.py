@@ -74,21 +74,6 @@ REASONS = (
     ),
     ("meta of the checkpoint", "equal text, all keys but moving_sum, which is judged with the kept checkpoints"),
     ("moving statistics of kgo_shard's values.npz", "from its probe's step: its gradient function does not return them"),
-    (
-        "first moments of head biases whose terms cancel",
-        "A bias's gradient adds one term an output: 2592 that cancel to 1/67 of their size for policy_head/linear_board/b, on one device. "
-        "The terms are float32 themselves, so even their exact sum is off by half a unit in the last place of the sum of their sizes. "
-        "limits.py's rounding of the result knows only the sum's own size; where a leaf of the first step is beyond its limit, the "
-        "rounding of its terms stands in for it, with the same factor: 2 x limits.summation_limit(1, sum of sizes), the sizes from the "
-        "float64 run. In v, the mean of g*g, it counts twice. Such leaves are counted and named in the row",
-    ),
-    (
-        "parameters that follow from their moments",
-        "Adam's first update is g / (|g| + 1e-8): it turns an error of 1e-11 in a gradient element of 1e-8 into a thousandth of a whole "
-        "update, and one such element can carry a leaf beyond its limit. A leaf beyond it still passes if its moments keep theirs and "
-        "it is what AdamW makes of them from the step before (kept too), computed here in float64, up to the proven bound of the "
-        "rounding of that one update (limits.summation_limit). It is counted and named in the row",
-    ),
     ("bits on 0.4.35", "asserted on x86-64 with AVX-512, as recorded; of the kernels there, one product is known to differ"),
     (
         "bfloat16 products on JAX 0.12",
@@ -261,7 +246,7 @@ def judge(
 def excuse(
     leaves: list[LeafResult], arrays: Arrays, reference: Arrays, weight_decay: float
 ) -> tuple[list[LeafResult], list[LeafResult]]:
-    """The kept checkpoints' leaves, those beyond their limits passed that REASONS explain; and those alone, with the reason."""
+    """The kept checkpoints' leaves, those beyond their limits passed that limits.py's last two rows explain; and those alone, with the reason."""
     passed = {(leaf.step, leaf.name): leaf.passed for leaf in leaves}
     explained = []
     for leaf in sorted(leaves, key=lambda leaf: (leaf.step, leaf.stage != "moments")):
