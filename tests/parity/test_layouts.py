@@ -105,3 +105,32 @@ def test_another_layout_is_refused_by_both(tmp_path):
             path = save(writer, tmp_path / "x.pkl", writer.init_state(config), config)
             with pytest.raises(ValueError, match=named):
                 reader.load_checkpoint(path, reader.Config(**options_of(wanted)))
+
+
+RESUMED = [
+    ("scanned", {"optimizer": "muon", "muon_row_split_size": 16, "ema_decay": 0.9, "donate_train_buffers": True, "activation_dtype": "bf16"}),
+    ("stacked and fused", {"optimizer": "muon", "muon_target": "attn", "param_dtype": "bf16", "opt_state_dtype": "bf16", "steps_per_jit": 2}),
+]
+
+
+@pytest.mark.parametrize("stack", [legacy_pmap, kgo_shard], ids=lambda stack: stack.__name__)
+@pytest.mark.parametrize(("layout", "options"), RESUMED, ids=[layout for layout, _ in RESUMED])
+def test_a_resumed_run_equals_the_uninterrupted_one(stack, layout, options, rows9, tmp_path):
+    """The same batches: the original's trainer restarts its epoch on resume, its state does not."""
+    config = stack.Config(**options_of(layout, max_training_samples=64, warmup_samples=16, **options))
+    step, count = stack.make_train_step(config), options.get("steps_per_jit", 1)
+    stream = stack.read_batches(sorted((rows9 / "train").glob("*.npz")), config, seed=3)
+    calls = [list(itertools.islice(stream, count)) for _ in range(3)]
+
+    def run(state, calls):
+        for call in calls:
+            state, metrics = step(state, call)
+        return state, metrics
+
+    whole, last = run(stack.init_state(config), calls)
+    half, _ = run(stack.init_state(config), calls[:2])
+    path = save(stack, tmp_path / "half.pkl", half, config)
+    resumed, metrics = run(stack.load_checkpoint(path, config), calls[2:])
+    assert differing(stack.to_host(whole), stack.to_host(resumed)) == [] and metrics == last
+    other, _ = run(stack.load_checkpoint(path, config), calls[:1])
+    assert differing(stack.to_host(whole), stack.to_host(other)) != []
