@@ -1,5 +1,6 @@
 """The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ def make_parser() -> Parser:
     diff.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
     add_options(diff, leave_out=("data_parallel", "data_parallel_devices"))
 
+    faults = commands.add_parser("faults", help="plant every known fault in the new side: is it found, and where?")
+    faults.add_argument("--only", nargs="+", metavar="FAULT", default=None, help="some of them (a wrong name lists all)")
+    faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
+    faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
+
     demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
     demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
     return parser
@@ -57,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train_main(argv[1:])
     arguments = make_parser().parse_args(argv)
-    command = {"check-mesh": run_check_mesh, "diff": run_diff, "demo": run_demo}[arguments.command]
+    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "demo": run_demo}[arguments.command]
     try:
         return command(arguments, argv)
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
@@ -142,6 +148,38 @@ def make_tape(arguments):
     if not files:
         raise ConfigError(f"{folder}: holds no npz files; name a data folder with --datadir")
     return Tape(options, files, arguments.steps, arguments.checkpoint)
+
+
+def run_faults(arguments, argv) -> int:
+    if not is_exact():
+        restart_exact(argv)
+    from .diff import fault_matrix, report
+    from .diff.faults import FAULTS
+
+    for name in arguments.only or ():
+        if name not in FAULTS:
+            raise ConfigError(f"--only {name}: choose from {', '.join(FAULTS)}")
+    start_devices(fault_matrix.DEVICES)
+    devices = {"data_parallel": True, "data_parallel_devices": fault_matrix.DEVICES}
+    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "seed": 7} | devices  # the seed's first batch has points that nobody owns
+    console, findings = Console(), []
+    with Progress(console=console, transient=True) as progress:
+        files = find_files(SAMPLE / "train"), find_files(SAMPLE / "val")
+        task = progress.add_task("faults", total=len(arguments.only or FAULTS))
+        for found in fault_matrix.run_faults(arguments.only or FAULTS, options, *files, progress):
+            findings.append(found)
+            progress.advance(task)
+            console.print(f"{'named' if found.named else 'MISSED':7} {found.name:32} {found.comparison.verdict()}", highlight=False, soft_wrap=True)
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(fault_matrix.to_json(findings), indent=1) + "\n")
+    section = fault_matrix.faults_section(findings)
+    console.print(report.section_table(section))
+    console.print(section["verdict"], highlight=False)
+    if arguments.report:
+        content = {"title": "kgo-shard faults", "environment": report.environment_facts(), "sections": [section], "verdict": section["verdict"]}
+        console.print(f"report: {', '.join(map(str, report.write_report(content, arguments.report)))}", highlight=False)
+    return 0 if all(found.named for found in findings) else 1
 
 
 def run_demo(arguments, argv) -> int:

@@ -29,6 +29,7 @@ STAGES = (
     "moving_statistics",
     "metrics",
     "counts",
+    "evaluation",
 )
 
 Step = dict[str, np.ndarray]

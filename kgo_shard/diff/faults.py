@@ -4,26 +4,32 @@ Each is a context manager that replaces one function of `kgo_shard` while it is 
 no switches. The harness must name each at the stage where it was planted, and never later.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from .. import augment, batches, convert, layout, loss, mesh, optim, reduce, step
+from .. import augment, batches, checkpoint, convert, layout, loss, mesh, muon, optim, reduce, step
+from .. import state as state_module
 from ..model import RMSNorm
+from . import shard_side
 
 
 class Fault(NamedTuple):
-    """One planted fault and where the harness has to find it."""
+    """One planted fault, where the harness has to find it, and what a run must have for it to show."""
 
     plant: Callable[[], object]  # -> context manager
     stage: str
     meaning: str
-    step: int = 1  # 0: already in the state that was loaded
+    step: int = 1  # 0: already in the start state
+    options: dict[str, Any] = {}  # of the run, beside the usual ones
+    fresh: bool = False  # from the seed; else from a checkpoint in the middle of a run
 
 
 @contextmanager
@@ -256,32 +262,304 @@ def beta_in_double():
     return replaced(optim, "scale_by_adam", faulty)
 
 
+def gradients_reduced_twice():
+    return replaced(reduce, "mean_gradients", lambda original: lambda g: jax.lax.psum(reduce.to_local(original(g)), mesh.AXIS))
+
+
+def gradients_not_reduced():
+    return replaced(reduce, "mean_gradients", lambda _: first_device)
+
+
+def half_the_mesh():
+    """The mean over the first half of the devices only."""
+
+    def faulty(_):
+        def reduced(gradients):
+            size = jax.lax.axis_size(mesh.AXIS)
+            counts = jax.lax.axis_index(mesh.AXIS) < size // 2
+            return jax.tree.map(lambda g: jax.lax.psum(jnp.where(counts, g, jnp.zeros_like(g)), mesh.AXIS) / (size // 2), gradients)
+
+        return reduced
+
+    return replaced(reduce, "mean_gradients", faulty)
+
+
+def automatic_sum_in_bfloat16():
+    """No cast to varying, and the factor D mended afterwards: what autodiff summed by itself were bfloat16 cotangents."""
+
+    def faulty(original):
+        def gradient(*arguments):
+            with mock.patch.object(reduce, "to_local", lambda tree: tree):
+                gradients, terms = original(*arguments)
+            return jax.tree.map(lambda g: g / jax.lax.axis_size(mesh.AXIS), gradients), terms
+
+        return gradient
+
+    return replaced(step, "local_gradient", faulty)
+
+
+def metrics_not_summed():
+    return replaced(reduce, "sum_terms", lambda _: lambda terms: loss.Terms(*first_device(jnp.stack(terms))))
+
+
+def ema_in_bfloat16():
+    def faulty(original):
+        def update(ema, params, decay):
+            low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ema)
+            return jax.tree.map(lambda e, old: e.astype(old.dtype), original(low, params, decay), ema)
+
+        return update
+
+    return replaced(optim, "update_ema", faulty)
+
+
+def clip_without_epsilon():
+    return mock.patch.object(optim, "CLIP_EPSILON", 0.0)
+
+
+def _faulty_transform(name: str, change):
+    """The transform `optim.name` with another `update`: change(good update, gradients, state, extra)."""
+
+    def faulty(original):
+        def transform(*arguments):
+            good = original(*arguments)
+
+            def update(gradients, state, params=None, **extra):
+                return change(good.update, gradients, state, extra)
+
+            return type(good)(good.init, update)
+
+        return transform
+
+    return replaced(optim, name, faulty)
+
+
+def moments_in_bfloat16():
+    def change(update, gradients, state, extra):
+        direction, new = update(gradients, state, **extra)
+        return direction, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), new)
+
+    return _faulty_transform("scale_by_adam", change)
+
+
+def stock_optax_adam():
+    """optax.scale_by_adam with the same betas and epsilon: it takes 1 - beta in double precision."""
+
+    def change(update, gradients, state, extra):
+        stock = optax.scale_by_adam(optim.ADAM_BETA1, optim.ADAM_BETA2, optim.ADAM_EPSILON)
+        before = optax.ScaleByAdamState((extra["count"] - 1).astype(jnp.int32), state.m, state.v)
+        direction, after = stock.update(gradients, before)
+        return direction, type(state)(after.mu, after.nu)
+
+    return _faulty_transform("scale_by_adam", change)
+
+
+def muon_momentum_averaged():
+    """m = 0.95 m + 0.05 g, as Optax has it: the direction is nearly the same, for the iteration forgets the scale."""
+
+    def change(update, gradients, state, extra):
+        return update(jax.tree.map(lambda g: 0.05 * g, gradients), state, **extra)
+
+    return _faulty_transform("scale_by_muon", change)
+
+
+def muon_without_heads():
+    """Queries, keys and values as whole matrices."""
+
+    def faulty(original):
+        return lambda m, cut, config: m if cut == muon.BY_HEADS else original(m, cut, config)
+
+    return replaced(muon, "split", faulty)
+
+
+def muon_without_row_split():
+    def faulty(original):
+        return lambda m, cut, config: m if cut == muon.BY_ROWS else original(m, cut, config)
+
+    return replaced(muon, "split", faulty)
+
+
+def muon_scaled_otherwise():
+    """sqrt(max(1, rows / columns)), the scale of the first Muon, in place of sqrt(max(rows, columns))."""
+
+    def faulty(original):
+        def directions(blocks, cut, config):
+            def rescaled(direction, m):
+                pieces = muon.split(m, cut, config)
+                rows, columns = pieces.shape[-2:]
+                return direction * (max(1, rows / columns) / max(rows, columns)) ** 0.5
+
+            return jax.tree.map(rescaled, original(blocks, cut, config), blocks)
+
+        return directions
+
+    return replaced(muon, "directions", faulty)
+
+
+def muon_one_step_less():
+    return replaced(muon, "orthogonalize", lambda original: lambda x, steps: original(x, steps - 1))
+
+
+def decay_by_rank():
+    """Whatever has two axes decays: with stacked blocks the norms have two."""
+    return replaced(optim, "decay_labels", lambda _: lambda net: jax.tree.map(lambda p: p.ndim > 1, net))
+
+
+def schedule_from_local_batch():
+    """Warm-up and length counted in each device's rows."""
+
+    def faulty(original):
+        return lambda config, s: original(config.replace(batch_size=config.batch_size // config.data_parallel_devices, data_parallel=False, data_parallel_devices=0), s)
+
+    return replaced(optim, "learning_rate", faulty)
+
+
+def short_batch_included():
+    """The rest of a file as a batch of its own, filled up with the file's first rows."""
+
+    def faulty(original):
+        def load(path, pos_len):
+            rows = original(path, pos_len)
+            count = len(rows[layout.TARGETS])
+            return {key: np.concatenate([value, value[: -count % SHORT_BATCH]]) for key, value in rows.items()}
+
+        return load
+
+    return replaced(batches, "load_rows", faulty)
+
+
+def evaluation_with_training_weight():
+    """The seki weight with which training starts on full boards, in place of evaluation's constant."""
+    return mock.patch.object(loss, "EVALUATION_SEKI_WEIGHT", loss.SEKI_SCALE / loss.SEKI_FLOOR)
+
+
+def evaluation_of_ema():
+    """The moving average evaluated, where the original evaluates the live parameters."""
+
+    def faulty(original):
+        def make(config):
+            evaluate = original(config)
+
+            def with_ema(state, batch):
+                return evaluate(dataclasses.replace(state, learned=dataclasses.replace(state.learned, net=state.learned.ema)), batch)
+
+            return with_ema
+
+        return make
+
+    return replaced(step, "make_eval_step", faulty)
+
+
+def _not_restored(change):
+    """The state as loaded, changed by `change(state)`."""
+    return replaced(checkpoint, "load_checkpoint", lambda original: lambda path, config: change(original(path, config)))
+
+
+def _with_learned(state, **changes):
+    return dataclasses.replace(state, learned=dataclasses.replace(state.learned, **changes))
+
+
+def counts_not_restored():
+    return _not_restored(lambda state: dataclasses.replace(state, step=0, samples=0))
+
+
+def samples_from_steps():
+    """Only the step restored, the samples counted from one device's rows."""
+    return _not_restored(lambda state: dataclasses.replace(state, samples=state.samples // 8))
+
+
+def ema_not_restored():
+    return _not_restored(lambda state: _with_learned(state, ema=jax.tree.map(jnp.copy, state.learned.net)))
+
+
+def moments_not_restored():
+    return _not_restored(lambda state: _with_learned(state, opt_state=jax.tree.map(jnp.zeros_like, state.learned.opt_state)))
+
+
+def statistics_not_restored():
+    return _not_restored(lambda state: _with_learned(state, statistics=jax.tree.map(jnp.zeros_like, state.learned.statistics)))
+
+
+def epoch_seed_without_step():
+    """A resumed run that draws the first epoch again: the original adds the step to the seed."""
+
+    def faulty(original):
+        return lambda files, config, current: original(files, config.replace(seed=config.seed - current().step), current)
+
+    return replaced(shard_side, "training_chunks", faulty)
+
+
+def other_initial_numbers():
+    """Equinox's habit of one key a module: other numbers from the same seed."""
+    return replaced(state_module, "init_net", lambda original: lambda key, *rest: original(jax.random.split(key)[1], *rest))
+
+
 def _with(tree, path: str, value):
     """`tree` with the leaf at `path` replaced."""
     return jax.tree_util.tree_map_with_path(lambda p, leaf: value if jax.tree_util.keystr(p) == path else leaf, tree)
 
 
+SHORT_BATCH = 88  # rows of a batch that leaves a rest of the shipped files
+MUON = {"optimizer": "muon", "muon_row_split_size": 16}
+
 FAULTS = {
+    # Start
+    "other_initial_numbers": Fault(other_initial_numbers, "parameters", "the seed's numbers drawn in another order", step=0, fresh=True),
     "leaves_swapped": Fault(leaves_swapped, "parameters", "two leaves swapped in conversion", step=0),
     "leaf_transposed": Fault(leaf_transposed, "parameters", "one leaf transposed in conversion", step=0),
+    "moments_not_restored": Fault(moments_not_restored, "moments", "moments not restored", step=0),
+    "ema_not_restored": Fault(ema_not_restored, "ema", "moving average restarted from the parameters", step=0),
+    "statistics_not_restored": Fault(statistics_not_restored, "moving_statistics", "moving statistics not restored", step=0),
+    "counts_not_restored": Fault(counts_not_restored, "counts", "step and sample counts not restored", step=0),
+    "samples_from_steps": Fault(samples_from_steps, "counts", "samples counted by one device's rows", step=0),
+    # Batch
+    "epoch_seed_without_step": Fault(epoch_seed_without_step, "batch", "epoch of a resumed run seeded without the step"),
     "rows_dealt_round_robin": Fault(rows_dealt_round_robin, "batch", "rows dealt to other devices"),
     "symmetry_on_inputs_only": Fault(symmetry_on_inputs_only, "batch", "symmetry on the inputs only"),
     "history_drawn_twice": Fault(history_drawn_twice, "batch", "random draws in another order"),
+    "short_batch_included": Fault(short_batch_included, "batch", "a file's short rest included", step=3, options={"batch_size": SHORT_BATCH}),
+    # Objective
     "target_column_off_by_one": Fault(target_column_off_by_one, "loss_terms", "a target column off by one"),
     "statistics_reduced_before_use": Fault(statistics_reduced_before_use, "loss_terms", "statistics averaged before use"),
     "local_weight_normalisation": Fault(local_weight_normalisation, "loss_terms", "loss divided by the local weights"),
-    "naive_port": Fault(naive_port, "raw_gradient", "gradients D times too large: not cast to varying before grad"),
     "stop_gradient_dropped": Fault(stop_gradient_dropped, "raw_gradient", "stop_gradient dropped in one term"),
+    # Gradient and its reduction
+    "naive_port": Fault(naive_port, "raw_gradient", "gradients D times too large: not cast to varying before grad"),
+    "automatic_sum_in_bfloat16": Fault(
+        automatic_sum_in_bfloat16, "raw_gradient", "autodiff's own sum, in bfloat16", options={"compute_dtype": "bfloat16"}
+    ),
     "gradients_summed": Fault(gradients_summed, "reduced_gradient", "gradients summed instead of averaged"),
+    "gradients_reduced_twice": Fault(gradients_reduced_twice, "reduced_gradient", "gradients averaged, then summed"),
+    "gradients_not_reduced": Fault(gradients_not_reduced, "reduced_gradient", "gradients not reduced: the first device's everywhere"),
+    "half_the_mesh": Fault(half_the_mesh, "reduced_gradient", "gradients of half the devices"),
     "leaf_not_reduced": Fault(leaf_not_reduced, "reduced_gradient", "one leaf not reduced"),
     "gradients_in_bfloat16": Fault(gradients_in_bfloat16, "reduced_gradient", "gradients reduced in bfloat16"),
     "clip_before_reduction": Fault(clip_before_reduction, "reduced_gradient", "clipped before the reduction"),
+    "clip_without_epsilon": Fault(
+        # Against a norm of 26, float32 does not show an epsilon of 1e-6.
+        clip_without_epsilon, "clip", "clip without its epsilon", options={"loss_profile": "value_only", "grad_clip_norm": 0.1}
+    ),
+    # Optimizer
     "schedule_off_by_one": Fault(schedule_off_by_one, "learning_rate", "learning rate off by one step"),
+    "schedule_from_local_batch": Fault(schedule_from_local_batch, "learning_rate", "schedule counted in local batches"),
     "beta_in_double": Fault(beta_in_double, "moments", "1 - beta in another precision"),
+    "stock_optax_adam": Fault(stock_optax_adam, "moments", "optax.scale_by_adam with the same constants"),
+    "moments_in_bfloat16": Fault(moments_in_bfloat16, "moments", "moments kept in bfloat16"),
+    "muon_momentum_averaged": Fault(muon_momentum_averaged, "moments", "Muon's momentum averaged, as Optax has it", options=MUON),
+    "muon_without_heads": Fault(muon_without_heads, "parameters", "Muon without the split by heads", options=MUON),
+    "muon_without_row_split": Fault(muon_without_row_split, "parameters", "Muon without the split by rows", options=MUON),
+    "muon_scaled_otherwise": Fault(muon_scaled_otherwise, "parameters", "Muon's update scaled as in its first version", options=MUON),
+    "muon_one_step_less": Fault(muon_one_step_less, "parameters", "one step of Muon's iteration left out", options=MUON),
     "count_off_by_one": Fault(count_off_by_one, "parameters", "optimizer's step count off by one"),
     "decay_on_norms": Fault(decay_on_norms, "parameters", "weight decay on norms"),
+    "decay_by_rank": Fault(decay_by_rank, "parameters", "weight decay on all that has two axes", options={"stack_blocks": True}),
     "no_decay_on_a_head": Fault(no_decay_on_a_head, "parameters", "no weight decay on a head"),
+    # After the update
     "ema_before_update": Fault(ema_before_update, "ema", "moving average taken before the update"),
+    "ema_in_bfloat16": Fault(ema_in_bfloat16, "ema", "moving average in bfloat16"),
     "statistics_not_averaged": Fault(statistics_not_averaged, "moving_statistics", "moving statistics not averaged"),
     "metrics_averaged": Fault(metrics_averaged, "metrics", "metrics averaged instead of summed"),
+    "metrics_not_summed": Fault(metrics_not_summed, "metrics", "metrics of one device"),
+    "evaluation_with_training_weight": Fault(evaluation_with_training_weight, "evaluation", "evaluation with training's seki weight", step=3),
+    "evaluation_of_ema": Fault(evaluation_of_ema, "evaluation", "evaluation of the moving average", step=3),
 }

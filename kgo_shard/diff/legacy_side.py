@@ -1,8 +1,12 @@
 """The old side: `legacy_pmap`, and the only place in this package that imports it. Delete it together with the old stack."""
 
+import dataclasses
+
 import jax
 import legacy_pmap
-from legacy_pmap.train import epoch_chunks
+import numpy as np
+from legacy_pmap.step import get_carry, put_state
+from legacy_pmap.train import VALIDATION_SEED, epoch_chunks
 
 from .trace import Side, Tape
 
@@ -25,8 +29,14 @@ def make_side(tape: Tape, probe_only: bool = False) -> Side:
         shards = {f"batch/{key}": value.reshape(devices, -1, *value.shape[1:]) for key, value in batch.items()}
         return after, shards | stages
 
+    evaluate = legacy_pmap.make_eval_step(config)
+
+    def evaluated(state, files):
+        quiet = dataclasses.replace(config, symmetry_type="none")
+        return evaluate(state, next(legacy_pmap.read_batches(files, quiet, config.seed + state.samples + VALIDATION_SEED)))
+
     step = None if probe_only else legacy_pmap.make_train_step(config)
-    return Side("legacy_pmap", start, chunks, probed, step, legacy_pmap.to_host)
+    return Side("legacy_pmap", start, chunks, probed, step, legacy_pmap.to_host, evaluated)
 
 
 def make_reference(tape: Tape, probe_only: bool = False) -> Side:
@@ -42,7 +52,8 @@ def make_reference(tape: Tape, probe_only: bool = False) -> Side:
         return call
 
     step = None if probe_only else inside(side.step)
-    return side._replace(name="float64", start=inside(side.start), probe=inside(side.probe), step=step, to_host=inside(side.to_host))
+    changes = {name: inside(getattr(side, name)) for name in ("start", "probe", "to_host", "evaluate")}
+    return side._replace(name="float64", step=step, **changes)
 
 
 def float64():
@@ -58,3 +69,18 @@ def save_start(path, options: dict):
     """A fresh state of the old stack as its own checkpoint file, for both sides to start from."""
     config = legacy_pmap.Config(**options)
     legacy_pmap.save_checkpoint(path, legacy_pmap.init_state(config), config)
+
+
+def save_middle(path, options: dict, step: int = 5):
+    """A made-up state from the middle of a run: whatever a fresh one has at zero, or equal to something else, is neither."""
+    config, rng = legacy_pmap.Config(**options), np.random.default_rng(0)
+    carry = get_carry(legacy_pmap.init_state(config))
+
+    def noise(leaf, scale):
+        return (scale * rng.standard_normal(np.shape(leaf))).astype(np.float32)
+
+    m = jax.tree.map(lambda leaf: noise(leaf, 1e-2), carry.opt_state["m"])
+    v = jax.tree.map(lambda leaf: noise(leaf, 1e-2) ** 2 if np.ndim(leaf) else leaf, carry.opt_state["v"])  # Muon's are scalar zeros
+    ema = None if carry.ema_params is None else jax.tree.map(lambda leaf: leaf + noise(leaf, 1e-3), carry.ema_params)
+    state = put_state(config, carry.params, {"m": m, "v": v}, ema, 0.02, 4.9, step, step * config.batch_size)
+    legacy_pmap.save_checkpoint(path, state, config)

@@ -4,13 +4,14 @@ import numpy as np
 
 from .. import checkpoint, convert, state, step
 from ..config import Config
+from ..batches import read_validation
 from ..train import training_chunks
 from .trace import Side, Tape
 
 
 def make_side(tape: Tape, probe_only: bool = False) -> Side:
     config = Config(**tape.options)
-    probe = step.make_probe(config)
+    probe, evaluate = step.make_probe(config), step.make_eval_step(config)
 
     def start():
         return checkpoint.load_checkpoint(tape.checkpoint, config) if tape.checkpoint else state.init_state(config)
@@ -26,6 +27,7 @@ def make_side(tape: Tape, probe_only: bool = False) -> Side:
         probe=probed,
         step=None if probe_only else step.make_train_step(config),
         to_host=state.to_host,
+        evaluate=lambda current, files: evaluate(current, next(read_validation(files, config, current.samples))),
     )
 
 

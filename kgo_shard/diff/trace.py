@@ -27,6 +27,7 @@ class Tape(NamedTuple):
     files: Sequence[Path]
     steps: int
     checkpoint: Path | None = None  # None: a fresh start from the seed
+    validation: Sequence[Path] = ()  # files of which the last state evaluates one batch; none: no evaluation
 
 
 class Side(NamedTuple):
@@ -38,6 +39,7 @@ class Side(NamedTuple):
     probe: Callable[[Any, Any], tuple[Any, dict[str, np.ndarray]]]  # one step that shows its stages
     step: Callable[[Any, list], tuple[Any, dict[str, float]]] | None  # the training step itself; None: only the probe runs
     to_host: Callable[[Any], dict[str, np.ndarray]]
+    evaluate: Callable[[Any, Sequence[Path]], dict[str, float]] | None = None  # the run's first batch of validation
 
 
 def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> list[dict[str, np.ndarray]]:
@@ -62,6 +64,8 @@ def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -
             state, metrics = side.step(state, chunk)
             trace[-1] |= state_stages(side.to_host(state)) | metric_stages(metrics, trace[-1]["norm"].dtype)
         if len(trace) > tape.steps:
+            if tape.validation:
+                trace[-1] |= metric_stages(side.evaluate(state, tape.validation), trace[-1]["norm"].dtype, "evaluation")
             return trace
     raise ValueError(f"the run ends after {len(trace) - 1} steps, before the {tape.steps} that are compared: raise max_training_samples")
 
@@ -78,6 +82,6 @@ def state_stages(host: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {stage_name(key): np.asarray(value) for key, value in host.items()}
 
 
-def metric_stages(metrics: dict[str, float], dtype) -> dict[str, np.ndarray]:
+def metric_stages(metrics: dict[str, float], dtype, stage: str = "metrics") -> dict[str, np.ndarray]:
     """Metrics of the training step; a float32 that went through a Python float is itself again."""
-    return {"learning_rate" if name == "lr" else f"metrics/{name}": np.asarray(value, dtype) for name, value in metrics.items()}
+    return {"learning_rate" if name == "lr" else f"{stage}/{name}": np.asarray(value, dtype) for name, value in metrics.items()}

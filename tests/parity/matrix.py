@@ -106,17 +106,23 @@ def options_of(setting: str) -> dict:
     return SAMPLE_OPTIONS | options
 
 
+def is_bounded(setting: str) -> bool:
+    """Whether the three-way bound is demanded in place of equal bits: see its row in limits.py."""
+    options = options_of(setting)
+    return not options.get("data_parallel") and options.get("param_dtype") == "bf16"
+
+
 def compare_setting(setting: str, steps: int):
-    """The Comparison of one setting. Equal bits are demanded: the process must be in exact mode."""
+    """The Comparison of one setting. Equal bits are demanded, but for `is_bounded`: the process must be in exact mode."""
     from kgo_shard.batches import find_files
     from kgo_shard.diff import run
     from kgo_shard.diff.trace import Tape
 
-    return run.diff(Tape(options_of(setting), find_files(SAMPLE / "train"), steps), exact=True)
+    return run.diff(Tape(options_of(setting), find_files(SAMPLE / "train"), steps), exact=not is_bounded(setting))
 
 
 def read_results(path: Path | None, environment: dict) -> dict:
-    """The results in the file, or none yet. Exits where they are another JAX's."""
+    """The results in the file, or none yet. Ends the program where they are another JAX's."""
     if path is None or not path.exists():
         return {"environment": environment, "settings": {}}
     results = json.loads(path.read_text())
@@ -152,7 +158,8 @@ def main() -> int:
         failed += not comparison.equal
         jax.clear_caches()  # dozens of unfused programs take more memory maps than Linux gives one process
         results["settings"][setting] = {
-            "equal": comparison.equal,
+            "passed": comparison.equal,
+            "demanded": "three-way bound" if is_bounded(setting) else "every bit",
             "steps": arguments.steps,
             "leaves": len(comparison.leaves),
             "verdict": comparison.verdict(),
@@ -163,7 +170,7 @@ def main() -> int:
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{len(chosen) - failed} of {len(chosen)} settings equal in every bit")
+    print(f"{len(chosen) - failed} of {len(chosen)} settings passed")
     return 1 if failed or not chosen else 0
 
 

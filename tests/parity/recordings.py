@@ -8,7 +8,7 @@ legacy_pmap, kgo_shard, and legacy_pmap in float64. What the original recorded u
 new side B, the float64 run the reference, and `kgo_shard/diff/limits.py` has the only limits: nothing is chosen here. legacy_pmap's
 rows show what upgrading JAX does, kgo_shard's what upgrading and migrating do together. Judged are:
 
-- batch stream, counts, moving weight, start states, the checkpoint's meta: equal bits;
+- batch stream, counts, start states, the checkpoint's meta: equal bits;
 - head outputs, metrics, moving sum, gradients on one and on D devices, every kept checkpoint's leaves: the three-way bound;
 - the log's figures (all but time, sps, TFLOPS, MFU): equal text; where a printed digit differs, the value behind it by the bound;
 - on the recordings' own JAX (0.4.35, where only legacy_pmap runs) besides: every bit of every item, in both modes. On a processor
@@ -66,7 +66,7 @@ REASONS = (
     ("old side", "what the original recorded under JAX 0.4.35, not a replay of it"),
     ("reference", "legacy_pmap with every float in float64, from the same recorded starts and rows, on the JAX under test"),
     ("head outputs", "judged as a stage of their own, each head a leaf, by the rule of all stages but parameters and EMA"),
-    ("moving weight", "equal bits: it depends on the number of steps only, so no error of another value can reach it"),
+    ("moving weight", "by the bound, as the moving sum: the mean of D equal numbers is rounded in the order in which they are added"),
     (
         "figures of the log",
         "equal text, else the three-way bound with the printed number as the old side's value: more of it was not recorded, so its "
@@ -163,6 +163,10 @@ def to_traces(arrays: Arrays) -> dict[str, list[Arrays]]:
     def metrics(vector):
         return {f"metrics/{name}": np.asarray(value) for name, value in zip(METRICS, vector, strict=True)}
 
+    def moving(name):
+        total, weight = np.split(found[name], 2)
+        return {"moving_statistics/sum": total, "moving_statistics/weight": weight}
+
     def values(*parts):
         return [start, {name: array for part in parts for name, array in part.items()}]
 
@@ -174,7 +178,7 @@ def to_traces(arrays: Arrays) -> dict[str, list[Arrays]]:
     traces["one device"] = values(
         {f"reduced_gradient/{name}": array for name, array in below("values/grad_1/").items()},
         metrics(found["metrics_train_1"]),
-        {"moving_statistics/sum": found["moving_1"][:1]},
+        moving("moving_1"),
     )
     traces["evaluation"] = values(metrics(found["metrics_eval_1"]))
     if "metrics_train_D" in found:
@@ -182,7 +186,7 @@ def to_traces(arrays: Arrays) -> dict[str, list[Arrays]]:
             {f"loss_terms/{name}": np.ascontiguousarray(column) for name, column in zip(METRICS, found["metrics_local_D"].T, strict=True)},
             {f"reduced_gradient/{name}": array for name, array in below("values/grad_D/").items()},
             metrics(found["metrics_train_D"]),
-            {"moving_statistics/sum": found["moving_D"][:1]},
+            moving("moving_D"),
         )
     if figures := below("figures/"):
         lines = dict.fromkeys(name.partition("/")[0] for name in figures)  # as printed
@@ -192,16 +196,15 @@ def to_traces(arrays: Arrays) -> dict[str, list[Arrays]]:
         ]
     exact = {f"batch/{name}": array for name, array in below("batches/").items()}
     for step in steps:
-        names = ("step", "samples", "moving_weight")
+        names = ("step", "samples")
         exact |= {f"counts/{step}/{name}": arrays[f"{step}/{name}"] for name in names if f"{step}/{name}" in arrays}
-    exact |= {f"counts/values/{name}/moving_weight": x[1:] for name, x in found.items() if name in ("moving_1", "moving_D")}
     traces["exact"] = [exact]
     return traces
 
 
 def inexact(stages: Arrays) -> Arrays:
     """Without what the comparison "exact" looks at."""
-    return {name: x for name, x in stages.items() if not name.startswith("counts/") and name != "moving_statistics/weight"}
+    return {name: x for name, x in stages.items() if not name.startswith("counts/")}
 
 
 # The verdict
@@ -302,7 +305,7 @@ def follows_from_moments(leaf: str, step: int, arrays: Arrays, weight_decay: flo
 
 def label(comparison: str, stage: str) -> str:
     if comparison == "exact":
-        return {"batch": "batch stream", "counts": "counts and moving weight"}[stage]
+        return {"batch": "batch stream", "counts": "counts"}[stage]
     words = stage.replace("_", " ").replace("reduced gradient", "gradient")
     if comparison == "head outputs":
         return comparison
