@@ -290,7 +290,13 @@ def _checked(row, value):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line in one line: the usage of some sixty flags would bury it."""
+    """Says what is wrong with a command line in one line: the usage of some sixty flags would bury it.
+
+    Flags are spelled out, as the old stack has them: an abbreviation would be another flag once a new one begins like it.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message):
         self.exit(2, f"error: {message}\n")

@@ -53,6 +53,7 @@ def test_check_mesh_cannot_be_tried_on_such_devices(capsys, devices, named):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
+        (["--muon-targ", "attn"], "unrecognized arguments: --muon-targ attn"),
         (["--int8-train"], "int8_train = True: INT8 products need the original's optional quantisation package"),
         (["--component-profile", "--data-parallel"], "data_parallel does not go with component_profile"),
         (["--component-profile", "--component-profile-repeats", "0"], "component_profile_repeats = 0: must be at least 1"),
