@@ -110,9 +110,9 @@ class Precision:
     attention_logits: Any
 
 
-def option(default, help: str, choices: tuple = (), low: float | None = None, high: float | None = None):
-    """One row of the option table: default, help text, allowed values or range (both ends included)."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+def option(default, help: str, choices: tuple = (), low: float | None = None, high: float | None = None, below: float | None = None):
+    """One row of the option table: default, help text, allowed values or range (from low to high, or below `below`)."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "below": below})
 
 
 def dtype_option(help: str):
@@ -135,7 +135,7 @@ class Config:
     wd: float = option(0.1, "weight decay, decoupled", low=0)
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "sgd", "none"))
     muon_lr_multiplier: float = option(0.2, "learning rate of Muon leaves relative to --lr", low=0)
-    muon_momentum: float = option(0.95, "momentum of Muon leaves", low=0, high=1)
+    muon_momentum: float = option(0.95, "momentum of Muon leaves, in [0, 1)", low=0, below=1)
     muon_row_split_size: int = option(0, "rows of the chunks that Muon orthogonalises (0: whole matrices)", low=0)
     muon_target: str = option("all", "block matrices that Muon updates", choices=("all", "attn", "ffn", "square", "none"))
     muon_polar_steps: int = option(5, "steps of the polar iteration", low=1, high=5)
@@ -170,7 +170,7 @@ class Config:
     int8_target: str = option("ffn", "matrices in INT8; recorded in checkpoints, otherwise without effect")
     int8_fwd_bits: int = option(8, "bits of the forward INT8 products; recorded", low=1)
     int8_bwd_bits: int = option(8, "bits of the backward INT8 products; recorded", low=1)
-    ema_decay: float = option(0.0, "exponential moving average of the parameters, in [0, 1) (0: off)", low=0)
+    ema_decay: float = option(0.0, "exponential moving average of the parameters, in [0, 1) (0: off)", low=0, below=1)
     log_grad_norm: bool = option(False, "compute and log the gradient norm")
     log_step_time: bool = option(False, "log the time of every step's parts")
     component_profile: bool = option(False, "time the parts of the network, then stop")
@@ -201,8 +201,6 @@ class Config:
         self._check_combinations()
 
     def _check_combinations(self):
-        if self.ema_decay >= 1:
-            raise ConfigError(f"ema_decay is {self.ema_decay}: it must be in [0, 1)")
         if self.int8_train:
             raise ConfigError(
                 "int8_train = True: INT8 products need the original's optional quantisation package and are not part of this project: "
@@ -286,6 +284,8 @@ def _checked(row, value):
         raise ConfigError(f"{row.name} = {value!r}: must be at least {meta['low']}")
     if meta["high"] is not None and value > meta["high"]:
         raise ConfigError(f"{row.name} = {value!r}: must be at most {meta['high']}")
+    if meta["below"] is not None and value >= meta["below"]:
+        raise ConfigError(f"{row.name} = {value!r}: must be below {meta['below']}")
     return value
 
 
