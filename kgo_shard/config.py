@@ -212,8 +212,9 @@ class Config:
             raise ConfigError(f"data_parallel_devices is {self.data_parallel_devices} but data_parallel is off: turn it on")
         if self.data_parallel_devices and self.batch_size % self.data_parallel_devices:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
-        if self.data_parallel and (self.component_profile or self.muon_split_jit):
-            raise ConfigError("data_parallel does not go with component_profile or muon_split_jit: turn one of them off")
+        for name in ("component_profile", "muon_split_jit"):
+            if self.data_parallel and getattr(self, name):
+                raise ConfigError(f"data_parallel does not go with {name}: turn one of them off")
 
     @property
     def projections_fused(self) -> bool:

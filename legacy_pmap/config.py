@@ -214,11 +214,11 @@ def _check_together(config):
     if config.symmetry_type == "all" and config.batch_size % 8:
         raise ValueError(f"option batch_size={config.batch_size} is not allowed with symmetry_type='all': it must divide by 8")
     if config.data_parallel_devices and not config.data_parallel:
-        raise ValueError(f"option data_parallel_devices={config.data_parallel_devices} needs data_parallel=True")
+        raise ValueError(f"option data_parallel_devices={config.data_parallel_devices} needs data_parallel=True; add --data-parallel")
     if config.data_parallel:
         for name in ("component_profile", "muon_split_jit"):
             if getattr(config, name):
-                raise ValueError(f"option data_parallel=True excludes {name}")
+                raise ValueError(f"option data_parallel=True excludes {name}; drop one of them")
         available = jax.local_device_count()
         if config.data_parallel_devices > available:
             raise ValueError(f"option data_parallel_devices={config.data_parallel_devices} is not allowed: "

@@ -178,7 +178,7 @@ def test_values_of_the_same_meaning_are_accepted(tmp_path):
         ({"data_parallel_devices": 4}, "data_parallel is off"),
         ({"data_parallel": True, "data_parallel_devices": 3}, "batch_size 16 does not divide by the 3 devices"),
         ({"data_parallel": True, "component_profile": True}, "data_parallel does not go with component_profile"),
-        ({"data_parallel": True, "muon_split_jit": True}, "data_parallel does not go with"),
+        ({"data_parallel": True, "muon_split_jit": True}, "data_parallel does not go with muon_split_jit: turn one"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, message):

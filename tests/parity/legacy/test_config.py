@@ -38,6 +38,8 @@ def test_defaults_are_the_originals():
     (dict(objective="global"), ["objective", "global", "replica"]),
     (dict(compute_dtype="float64"), ["compute_dtype", "float64", "jax_enable_x64"]),
     (dict(data_parallel_devices=2), ["data_parallel_devices", "data_parallel"]),
+    (dict(data_parallel=True, muon_split_jit=True), ["data_parallel", "muon_split_jit", "drop one"]),
+    (dict(data_parallel=True, component_profile=True), ["data_parallel", "component_profile", "drop one"]),
     (dict(data_parallel=True, data_parallel_devices=1000), ["data_parallel_devices", "1000"]),
 ])
 def test_bad_options_are_refused_by_name(options, words):
