@@ -125,13 +125,12 @@ class Config:
                 close = difflib.get_close_matches(name, fields, n=3)
                 hint = f"; did you mean {' or '.join(close)}?" if close else ""
                 raise ValueError(f"unknown option {name!r}{hint}")
-        # "wins": asking for both is asking for separate ones.
-        if options.get("separate_projections") is True and options.get("fuse_projections") is True:
-            options["fuse_projections"] = False
-        if options.get("scan_blocks") is True:  # as recorded: a scanned run's meta says stack_blocks too
-            options["stack_blocks"] = True
         for name, field in fields.items():
             object.__setattr__(self, name, _checked(name, options.get(name, field.default), field.default, field.metadata))
+        if self.separate_projections:  # "wins": asking for both is asking for separate ones
+            object.__setattr__(self, "fuse_projections", False)
+        if self.scan_blocks:  # as recorded: a scanned run's meta says stack_blocks too
+            object.__setattr__(self, "stack_blocks", True)
         _check_together(self)
 
     @property

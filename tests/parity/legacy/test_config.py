@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import legacy_pmap as stack
@@ -50,11 +51,13 @@ def test_bad_options_are_refused_by_name(options, words):
 
 
 def test_separate_projections_wins():
-    assert not stack.Config(fuse_projections=True, separate_projections=True).fuse_projections
+    for yes in (True, np.True_):
+        assert not stack.Config(fuse_projections=yes, separate_projections=yes).fuse_projections
 
 
 def test_a_scan_over_blocks_stacks_them():
-    assert stack.Config(scan_blocks=True).stack_blocks and not stack.Config(scan_blocks=False).stack_blocks
+    assert stack.Config(scan_blocks=True).stack_blocks and stack.Config(scan_blocks=np.True_).stack_blocks
+    assert not stack.Config(scan_blocks=False).stack_blocks
 
 
 def test_batch_must_divide_by_devices():
