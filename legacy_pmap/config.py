@@ -258,9 +258,14 @@ def dtypes_of(config):
     return Dtypes(np.dtype("float32"), *places, polar=np.dtype(jnp.bfloat16))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")  # one line: the usage of some sixty flags would bury it
+
+
 def parse_args(argv):
-    """Command line -> Config. Flags are the option names with dashes; argparse exits with status 2 on an unknown flag."""
-    parser = argparse.ArgumentParser(prog="python -m legacy_pmap", description="The original pmap KataGo Transformer trainer.",
+    """Command line -> Config. Flags are the option names with dashes; an unknown flag ends the process with status 2 and one line."""
+    parser = _Parser(prog="python -m legacy_pmap", description="The original pmap KataGo Transformer trainer.",
                                      allow_abbrev=False)
     for field in dataclasses.fields(Config):
         flag, rules = "--" + field.name.replace("_", "-"), field.metadata

@@ -81,3 +81,11 @@ def test_every_option_has_a_flag():
 def test_main_reports_bad_options(capsys):
     assert stack.main(["--traindir", "t", "--datadir", "d", "--batch-size", "0"]) == 2
     assert "batch_size=0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--muon-polar-steps", "x"], ["--optimizer"], ["--muon-targ", "attn"]])
+def test_a_bad_command_line_is_one_line(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        stack.main(["--traindir", "t", "--datadir", "d", *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and words[0] in error
