@@ -9,7 +9,7 @@ import pytest
 from kgo_shard import convert, muon, optim
 from kgo_shard.config import Config, ModelConfig
 from kgo_shard.diff.limits import limit_for, norm
-from kgo_shard.model import init_net
+from kgo_shard.model import init_net, unstack
 
 SIZES = dict(num_layers=2, hidden_size=16, num_heads=2, ffn_dim=24, pos_len=3)
 LAYOUTS = {
@@ -30,7 +30,7 @@ def make_net(layout: str):
 
 
 def make_config(**options) -> Config:
-    """A run whose heads have 8 rows, as the net above."""
+    """A run of b2c32, whose heads have 16 rows."""
     return Config(optimizer="muon", model_kind="b2c32", compute_dtype="float32", **options)
 
 
@@ -155,14 +155,16 @@ def test_the_momentum_is_a_sum_and_the_update_is_scaled():
     assert convert.to_named(state.v)[name].shape == () and convert.to_named(state.v)["blocks/0/q_proj/w"].shape == (32, 32)
 
 
-@pytest.mark.parametrize("layout", ["list", "stacked"])
-def test_grouping_changes_no_bit(layout):
-    net = make_net(layout)
-    updated = []
-    for group in (True, False):
-        config = make_config(muon_group_blocks=group)
+@pytest.mark.parametrize(("fused", "row_split"), [(False, 0), (True, 16)])
+def test_grouped_single_and_stacked_matrices_get_the_same_directions(fused, row_split):
+    """Whichever way the blocks lie, a matrix goes through the iteration alone: heads, chunks of rows, whole matrices."""
+    found = []
+    for options in ({"muon_group_blocks": True}, {"muon_group_blocks": False}, {"stack_blocks": True}):
+        config = make_config(fuse_projections=fused, muon_row_split_size=row_split, **options)
+        net = init_net(jax.random.PRNGKey(0), config.model, config.precision, 0.02)
         optimizer = optim.make_optimizer(config)
-        direction, _ = optimizer.update(jax.tree.map(lambda p: 3 * p, net), optimizer.init(net), net, count=jnp.float32(1))
-        updated.append(convert.to_named(direction))
-    assert all(np.array_equal(updated[0][name], updated[1][name]) for name in updated[0])
-    assert any(np.abs(leaf).max() > 0.5 for leaf in updated[0].values())
+        blocks = optimizer.update(net, optimizer.init(net), net, count=jnp.float32(1))[0].blocks
+        found.append(jax.tree.leaves(blocks if isinstance(blocks, tuple) else unstack(blocks, config.model.num_layers)))
+    for leaves in zip(*found, strict=True):
+        assert len({np.asarray(leaf).tobytes() for leaf in leaves}) == 1
+    assert len({np.asarray(leaf).tobytes() for leaf in found[0] if leaf.ndim == 2}) == (8 if fused else 14)  # no two matrices alike
