@@ -295,7 +295,31 @@ def reference_forward(p, planes, global_inputs, layers, heads, dtype):
     }
 
 
-def test_the_forward_pass_is_the_specifications(net, tables, rows9):
+def arranged(named, config):
+    """The leaves of a list of unfused blocks in the layout of `config`."""
+    parts = [{name.removeprefix(f"blocks/{i}/"): leaf for name, leaf in named.items() if name.startswith(f"blocks/{i}/")} for i in (0, 1)]
+    if config.fused:
+        for part in parts:
+            part["qkv_proj/w"] = np.concatenate([part.pop(f"{name}_proj/w") for name in "qkv"])
+            part["ffn_upgate/w"] = np.concatenate([part.pop("ffn_w1/w"), part.pop("ffn_wgate/w")])
+    if config.stacked:
+        blocks = {f"blocks/{name}": np.stack([part[name] for part in parts]) for name in parts[0]}
+    else:
+        blocks = {f"blocks/{i}/{name}": leaf for i, part in enumerate(parts) for name, leaf in part.items()}
+    return {name: leaf for name, leaf in named.items() if not name.startswith("blocks/")} | blocks
+
+
+VARIANTS = [
+    {},
+    {"attention_impl": "xla"},
+    {"fuse_projections": True, "remat_blocks": True},
+    {"stack_blocks": True},
+    {"scan_blocks": True, "fuse_projections": True, "remat_blocks": True},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(variant) or "plain")
+def test_the_forward_pass_is_the_specifications(net, tables, rows9, variant):
     config = SMALL.replace(batch_size=8, symmetry_type="none")
     rows = expand(next(read_packed_batches(sorted((rows9 / "train").glob("*.npz")), config, 1)), 9)
     planes, global_inputs = np.asarray(rows["binaryInputNCHW"]), np.asarray(rows["globalInputNC"])
@@ -306,7 +330,9 @@ def test_the_forward_pass_is_the_specifications(net, tables, rows9):
         for name, leaf in convert.to_named(net).items()
         for offset in [name.endswith("/weight")]
     }
-    outputs = jax.jit(lambda net, x, g: net(x, g, tables))(convert.from_named(net, named), planes, global_inputs)
+    config = SMALL.replace(**variant)
+    other = convert.from_named(learned_shapes(config).net, arranged(named, config.model))
+    outputs = jax.jit(lambda net, x, g: net(x, g, tables))(other, planes, global_inputs)
     exact = reference_forward(named, planes, global_inputs, 2, 2, np.float64)
     rounded = reference_forward(named, planes, global_inputs, 2, 2, np.float32)
     for name, value in outputs._asdict().items():
