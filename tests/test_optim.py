@@ -1,4 +1,4 @@
-"""Schedule, clipping, AdamW and the moving average, to the original's last bit where it has one."""
+"""Schedule, clipping, AdamW, SGD and the moving average, to the original's last bit where it has one."""
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,27 @@ def test_structure_and_dtypes_survive_an_update(net, options):
     for old, new in ((params, new_params), (state, new_state)):
         assert jax.tree.structure(old) == jax.tree.structure(new)
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(old)] == [(x.shape, x.dtype) for x in jax.tree.leaves(new)]
+
+
+# SGD and none
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "none"])
+def test_without_moments_a_step_is_the_gradients_and_keeps_what_a_checkpoint_had(net, optimizer):
+    config = CONFIG.replace(optimizer=optimizer)
+    params, gradients = random_like(net, 4), random_like(net, 5)
+    saved = optim.Moments(random_like(net, 6), random_like(net, 7))  # a file may hold moments that are not zero
+    direction, state = optim.make_optimizer(config).update(gradients, saved, params, count=jnp.float32(3))
+    rate, decay = np.float32(0.3), np.float32(0.7)
+    moved = named(optim.apply_direction(params, direction, schedule_of(3, rate, decay), config))
+    for name, p in named(params).items():
+        expected = p
+        if optimizer == "sgd":  # (p - lr g) - (lr wd) p
+            expected = p - rate * named(gradients)[name]
+            expected = expected - (rate * decay) * p if name in DECAYED else expected
+        assert moved[name].tobytes() == expected.tobytes(), name
+    for old, new in zip(jax.tree.leaves(saved), jax.tree.leaves(state), strict=True):
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
 
 
 # Moving average
