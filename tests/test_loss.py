@@ -493,6 +493,22 @@ def test_without_a_stop_gradient_the_receivers_are_others(real_rows, monkeypatch
     ]
 
 
+# Profiles
+
+
+PROFILES = {"policy_value": {"p0loss": 0.93, "vloss": 0.6}, "policy_only": {"p0loss": 0.93}, "value_only": {"vloss": 0.6}}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profiles_loss_is_its_terms_over_rows_and_the_terms_stay(real_rows, profile):
+    outputs, tables = random_outputs(np.random.default_rng(11), 16, 9), make_tables_of(9)
+    full, got = (jax.jit(lambda o, p=p: loss.compute_terms(o, real_rows, jnp.float32(1), tables, p))(outputs) for p in ("full", profile))
+    expected = sum(weight * Rounded(float(getattr(full, name))) for name, weight in PROFILES[profile].items()) / 16
+    assert abs(float(got.loss) - expected.value) <= expected.error and float(got.loss) < float(full.loss)
+    assert all(getattr(got, name) == getattr(full, name) for name in Terms._fields if name != "loss")
+    assert set(loss.PROFILES) == {"full", *PROFILES}
+
+
 # The seki weight and its statistics
 
 
