@@ -147,6 +147,22 @@ def test_four_steps_in_one_call_equal_four_calls_bit_for_bit(step, batches, run)
     assert metrics == {name: float(value) for name, value in summed.items() if name != "lr"}
 
 
+def test_an_update_compiled_apart_makes_the_same_steps(batches):
+    """--muon-split-jit: two steps in one call, then one; with donation, clipping and a moving average."""
+    found = []
+    for apart in (False, True):
+        config = CONFIG.replace(**ONE_DEVICE, optimizer="muon", muon_target="attn", muon_split_jit=apart)
+        assert config.update_apart == apart
+        take, state, metrics = make_train_step(config), init_state(config), []
+        for call in (batches[:2], batches[2:3]):
+            state, of_call = take(state, call)
+            metrics.append(of_call)
+        found.append((to_host(state), metrics))
+    (whole, whole_metrics), (parts, parts_metrics) = found
+    assert_same_bits(whole, parts)
+    assert whole_metrics == parts_metrics and whole["step"] == 3
+
+
 def test_metrics_are_floats_under_the_specifications_names(run):
     assert list(run.metrics[0]) == [*Terms._fields, "grad_norm", "lr"]
     assert {type(value) for value in run.metrics[0].values()} == {float}
