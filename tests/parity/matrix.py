@@ -2,9 +2,10 @@
 
     python -m tests.parity.matrix --json tests/parity/results/matrix_jax_X.json [--only 8x4xclip] [--steps 40] [--missing]
 
-Two tables. GRID is devices x steps per call x clipping with AdamW in float32. PAIRS has every pair of values of (optimizer, layout,
-precision, devices, steps per call), and takes the other options in turn, so that each value of each is met. Results are added to
-the file setting by setting; the last full ones are committed in `results/`, and pytest runs a few of the settings with fewer
+Three tables. GRID is devices x steps per call x clipping with AdamW in float32. PAIRS has every pair of values of (optimizer, layout,
+precision, devices, steps per call), and takes the other options in turn, so that each value of each is met. BY_HAND has combinations
+of Muon's options that PAIRS does not meet: heads in a list of blocks, rows cut in grouped blocks, several steps a call with the
+update compiled apart. Results are added to the file setting by setting; the last full ones are committed in `results/`, and pytest runs a few of the settings with fewer
 steps. Exit code 1 if a setting differs.
 """
 
@@ -84,7 +85,15 @@ def all_pairs(factors: dict[str, dict]) -> list[tuple[str, ...]]:
 
 
 PAIRS = {"-".join(row): row for row in all_pairs(FACTORS)}
-SETTINGS = (*GRID, *PAIRS)
+# Devices and options; the rest as in PAIRS.
+CUT = {"optimizer": "muon", "muon_row_split_size": 16, "ema_decay": 0.99, "grad_clip_norm": 1.0, "log_grad_norm": True}
+BY_HAND = {
+    "muon-cut-grouped-list": ("4", CUT),
+    "muon-cut-grouped-fused-allbf16": ("2", CUT | BFLOAT16 | {"fuse_projections": True, "donate_train_buffers": True}),
+    "muon-apart-list": ("one", CUT | {"muon_split_jit": True, "steps_per_jit": 3, "donate_train_buffers": True}),
+    "muon-apart-scanned": ("one", CUT | {"muon_split_jit": True, "steps_per_jit": 3, "scan_blocks": True, "remat_blocks": True}),
+}
+SETTINGS = (*GRID, *PAIRS, *BY_HAND)
 
 
 def options_of(setting: str) -> dict:
@@ -92,6 +101,9 @@ def options_of(setting: str) -> dict:
     if setting in GRID:
         devices, steps_per_call, clipping = setting.split("x")
         options = {"steps_per_jit": int(steps_per_call), "grad_clip_norm": 1.0 if clipping == "clip" else 0.0, "log_grad_norm": True}
+    elif setting in BY_HAND:
+        devices, chosen = BY_HAND[setting]
+        options = {"batch_size": 48, "max_training_samples": 48 * 40} | chosen
     else:
         row, number = PAIRS[setting], list(PAIRS).index(setting)
         devices = row[list(FACTORS).index("devices")]

@@ -21,6 +21,7 @@ SUBSET = (
     ("muon-stacked-computebf16-one-1", 2),
     ("none-scanned-updatebf16-one-4", 4),
     ("sgd-list-float32-8-1", 2),
+    ("muon-apart-list", 4),  # a call of 3 steps and one of 1
 )
 
 
