@@ -101,7 +101,7 @@ def rule_labels(net: Net, config: Config) -> Net:
 class Moments(NamedTuple):
     """What the optimizer remembers: net-shaped, in the state dtype.
 
-    v of Muon's leaves is a scalar zero, and SGD keeps both at zero, as the original's files have it.
+    v of Muon's leaves is a scalar zero; SGD has both and moves neither, as the original's files have it.
     """
 
     m: Net
@@ -163,7 +163,7 @@ def scale_by_muon(cut: str, config: Config) -> optax.GradientTransformationExtra
 
 
 def keep_gradients(precision: Precision) -> optax.GradientTransformationExtraArgs:
-    """The gradient is the direction; the moments stay zero."""
+    """The gradient is the direction; the moments stay as they are: zero, or what the checkpoint had."""
 
     def init(params):
         return Moments(zeros_like(params, precision), zeros_like(params, precision))

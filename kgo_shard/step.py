@@ -149,7 +149,7 @@ def compile_apart(config: Config, device_mesh) -> Callable:
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, float]]]:
-    """step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call.
+    """step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call (two an update with --muon-split-jit).
 
     Metrics are summed over the K steps, with `grad_norm`; `lr` is the last step's. Each K compiles once.
     `submitted(outputs)`, where given, is called once the work is on its way, before the wait for the metrics.

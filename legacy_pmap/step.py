@@ -238,7 +238,8 @@ def _compile_apart(config, donate):
 
 
 def make_train_step(config):
-    """Builds step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call (one trace per K).
+    """Builds step(state, [batch, ...]) -> (state, metrics): K batches, K updates, one compiled call, one trace per K (with
+    muon_split_jit two calls an update).
 
     metrics: the 26 metrics and grad_norm summed over the K steps (loss already divided by D; grad_norm 0.0 when neither logged
     nor clipping), and lr of the last step, as Python floats. With donate_train_buffers the given state's arrays are consumed.
