@@ -1,10 +1,15 @@
 """FLOPs of the model and of Muon, by numbers worked out by hand for b2c32: 2 blocks, C 32, H 2, D 16, F 64."""
 
+import itertools
+from collections import Counter
 
+import jax
 import pytest
 
+from kgo_shard import muon, optim
 from kgo_shard.config import Config
-from kgo_shard.flops import forward_flops, muon_flops, muon_line, training_flops
+from kgo_shard.flops import forward_flops, muon_flops, muon_line, muon_matrices, training_flops
+from kgo_shard.state import learned_shapes
 
 
 def small(**options):
@@ -64,6 +69,23 @@ DOWN_CHUNK = 32768 + 8192 + 32768  # 16 x 64: half of down
 def test_muons_flops_are_those_of_its_matrices(target, fused, split, one_block):
     config = small(muon_target=target, fuse_projections=fused, muon_row_split_size=split, muon_polar_steps=3)
     assert muon_flops(config) == 2 * 3 * one_block
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_counted_matrices_are_those_that_the_update_cuts(fused):
+    """The table in flops.py against the labels and the cuts of the update itself."""
+    for target, size in itertools.product(("all", "attn", "ffn", "square", "none"), (0, 16, 24, 32)):
+        config = Config(optimizer="muon", model_kind="b2c32", muon_target=target, muon_row_split_size=size, fuse_projections=fused)
+        net = learned_shapes(config).net
+        found: Counter = Counter()
+        for leaf, rule in zip(jax.tree.leaves(net), jax.tree.leaves(optim.rule_labels(net, config)), strict=True):
+            if rule in optim.MUON:
+                *pieces, rows, columns = jax.eval_shape(lambda m, rule=rule: muon.split(m, rule, config), leaf).shape
+                found[rows, columns] += pieces[0] if pieces else 1
+        counted: Counter = Counter()
+        for count, rows, columns in muon_matrices(config):
+            counted[rows, columns] += 2 * count  # of both blocks
+        assert found == counted and (target == "none") == (not found), (target, size)
 
 
 def test_the_whole_count_by_hand():
