@@ -14,6 +14,7 @@ import datetime
 import itertools
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ FACTORS = {
     "devices": {name: {} for name in ("one", "1", "2", "3", "4", "8", "16")},
     "calls": {"1": {"steps_per_jit": 1}, "4": {"steps_per_jit": 4}},
 }
-# What the settings of PAIRS take in turn, the i-th the value i modulo their number: lengths differ, so combinations do too.
+# What the settings of PAIRS take in turn, each option in an order of its own.
 IN_TURN = {
     "attention_impl": ("manual", "xla"),
     "symmetry_type": ("xyt", "x", "xy", "x+y", "t", "none", "all"),
@@ -84,6 +85,13 @@ def all_pairs(factors: dict[str, dict]) -> list[tuple[str, ...]]:
     return chosen
 
 
+def turns(name: str) -> list[int]:
+    """An order of the settings of PAIRS for each option: in one order for all, options of equal length would move together."""
+    numbers = list(range(len(PAIRS)))
+    random.Random(name).shuffle(numbers)
+    return numbers
+
+
 PAIRS = {"-".join(row): row for row in all_pairs(FACTORS)}
 # Devices and options; the rest as in PAIRS.
 CUT = {"optimizer": "muon", "muon_row_split_size": 16, "ema_decay": 0.99, "grad_clip_norm": 1.0, "log_grad_norm": True}
@@ -91,6 +99,9 @@ BY_HAND = {
     "muon-cut-grouped-list": ("4", CUT),
     "muon-cut-grouped-fused-allbf16": ("2", CUT | BFLOAT16 | {"fuse_projections": True, "donate_train_buffers": True}),
     "muon-apart-list": ("one", CUT | {"muon_split_jit": True, "steps_per_jit": 3, "donate_train_buffers": True}),
+    "b3c96-muon": ("4", CUT | {"model_kind": "b3c96", "muon_row_split_size": 32, "muon_target": "attn", "steps_per_jit": 2}),
+    "19x19-adamw": ("8", {"pos_len": 19, "batch_size": 16, "compute_dtype": "bfloat16", "log_grad_norm": True, "grad_clip_norm": 1.0}),
+    "19x19-muon": ("2", CUT | {"pos_len": 19, "batch_size": 16, "steps_per_jit": 4, "muon_target": "square", "muon_polar_steps": 4}),
     "muon-apart-scanned": ("one", CUT | {"muon_split_jit": True, "steps_per_jit": 3, "scan_blocks": True, "remat_blocks": True}),
 }
 SETTINGS = (*GRID, *PAIRS, *BY_HAND)
@@ -109,7 +120,7 @@ def options_of(setting: str) -> dict:
         devices = row[list(FACTORS).index("devices")]
         # 48 rows divide by every number of devices, and by 8 images.
         options = {"batch_size": 48, "max_training_samples": 48 * 40}
-        options |= {name: values[number % len(values)] for name, values in IN_TURN.items()}
+        options |= {name: values[turns(name)[number] % len(values)] for name, values in IN_TURN.items()}
         for value, choices in zip(row, FACTORS.values(), strict=True):
             options |= choices[value]
         options["muon_split_jit"] = devices == "one"
@@ -130,7 +141,9 @@ def compare_setting(setting: str, steps: int):
     from kgo_shard.diff import run
     from kgo_shard.diff.trace import Tape
 
-    return run.diff(Tape(options_of(setting), find_files(SAMPLE / "train"), steps), exact=not is_bounded(setting))
+    options = options_of(setting)
+    folder = SAMPLE.parent / f"selfplay{options['pos_len']}" / "train"
+    return run.diff(Tape(options, find_files(folder), steps), exact=not is_bounded(setting))
 
 
 def read_results(path: Path | None, environment: dict) -> dict:
