@@ -144,7 +144,7 @@ class Config:
     loss_profile: str = option("full", "objective", choices=("full", "policy_value", "policy_only", "value_only"))
     grad_clip_norm: float = option(0.0, "clip the gradient's global norm (0: off)", low=0)
     lr_schedule: str = option("cosine", "learning rate after the warm-up", choices=("cosine", "constant"))
-    max_training_samples: int = option(32768, "train until this many rows", low=0)
+    max_training_samples: int = option(32768, "train until this many rows", low=1)
     warmup_samples: int = option(4096, "rows of linear warm-up", low=0)
     print_every: int = option(20, "steps between log lines", low=1)
     steps_per_jit: int = option(1, "optimizer steps per compiled call", low=1)
@@ -214,15 +214,7 @@ class Config:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
         for name in ("component_profile", "muon_split_jit"):
             if self.data_parallel and getattr(self, name):
-                raise ConfigError(f"data_parallel does not go with {name}: turn one of them off")
-
-    @property
-    def projections_fused(self) -> bool:
-        return self.fuse_projections and not self.separate_projections
-
-    @property
-    def blocks_stacked(self) -> bool:
-        return self.stack_blocks or self.scan_blocks
+                raise ConfigError(f"data_parallel does not go with {name}: train on one device, or without {name}")
 
     @property
     def update_apart(self) -> bool:
@@ -234,8 +226,8 @@ class Config:
         return ModelConfig(
             *MODEL_SIZES[self.model_kind],
             pos_len=self.pos_len,
-            fused=self.projections_fused,
-            stacked=self.blocks_stacked,
+            fused=self.fuse_projections and not self.separate_projections,
+            stacked=self.stack_blocks or self.scan_blocks,
             scanned=self.scan_blocks,
             rematerialised=self.remat_blocks,
             attention=self.attention_impl,

@@ -39,7 +39,7 @@ def muon_matrices(config: Config) -> list[tuple[int, int, int]]:
     """(count, rows, columns) of the matrices of one block that Muon orthogonalises, as it splits them."""
     channels, ffn = config.model.hidden_size, config.model.ffn_dim
     square = (channels, channels)
-    if config.projections_fused:
+    if config.model.fused:
         attention = {"qkv": (3 * channels, channels), "out": square}
         feed_forward = {"up_gate": (2 * ffn, channels), "down": (channels, ffn)}
     else:

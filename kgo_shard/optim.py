@@ -93,8 +93,11 @@ def rule_labels(net: Net, config: Config) -> Net:
     labels = jax.tree.map(lambda _: everywhere, net)
     if config.optimizer != "muon":
         return labels
-    is_block = lambda part: isinstance(part, Block)  # noqa: E731
-    blocks = jax.tree.map(lambda block: muon.label_block(block, config.muon_target, everywhere), net.blocks, is_leaf=is_block)
+
+    def label(block):
+        return muon.label_block(block, config.muon_target, everywhere)
+
+    blocks = jax.tree.map(label, net.blocks, is_leaf=lambda part: isinstance(part, Block))
     return dataclasses.replace(labels, blocks=blocks)
 
 

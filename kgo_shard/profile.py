@@ -1,7 +1,7 @@
 """Time the parts of a training step, for --component-profile: the network's own functions, on one device and one batch.
 
 Every part gets the inputs that it has in a forward pass, and is compiled apart: the parts do not sum to the whole, where
-the compiler works across their borders. FLOPs are the model's (flops.py), not those that the program does.
+the compiler works across their borders. The loss takes evaluation's constant seki weight: a few operations less. FLOPs are the model's (flops.py), not those that the program does.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from . import augment, layout, loss, mesh, optim
 from .config import Config
 from .flops import forward_flops, muon_flops
-from .model import Block, Net, Tables, make_tables
+from .model import Block, Net, Stem, Tables, make_tables
 from .state import Learned, TrainState
 from .step import Batch, make_train_step, update
 
@@ -46,9 +46,6 @@ def make_parts(net: Net, rows: dict[str, jax.Array], tables: Tables, profile: st
     block = first_block(net)
     seki_weight = jnp.float32(loss.EVALUATION_SEKI_WEIGHT)
 
-    def stem(stem, planes, global_inputs):
-        return stem(planes, global_inputs)
-
     def with_tables(inputs):
         module, x = inputs
         return module(x, tables)
@@ -67,11 +64,11 @@ def make_parts(net: Net, rows: dict[str, jax.Array], tables: Tables, profile: st
     def objective(net, rows):
         return terms(forward(net, rows[layout.PLANES], rows[layout.GLOBALS]), rows).loss
 
-    x = jax.jit(stem)(net.stem, planes, global_inputs)
+    x = jax.jit(Stem.__call__)(net.stem, planes, global_inputs)
     features = jax.jit(trunk)((net.blocks, net.norm, x))
     outputs = jax.jit(Net.heads)(net, features)
     return {
-        "stem": (stem, net.stem, planes, global_inputs),
+        "stem": (Stem.__call__, net.stem, planes, global_inputs),
         "attention": (with_tables, (block.attention, x)),
         "ffn": (lambda inputs: inputs[0](inputs[1]), (block.ffn, x)),
         "block": (with_tables, (block, x)),

@@ -69,8 +69,6 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
             log(validate(evaluate, state, val_files, config))
         if save_marks.reached(state.samples, done and not config.no_final_save):
             save(path, state, config)
-    if not path.exists() and not config.no_final_save:  # a run of no steps leaves its start
-        save(path, state, config)
     return state
 
 

@@ -178,7 +178,7 @@ def test_values_of_the_same_meaning_are_accepted(tmp_path):
         ({"data_parallel_devices": 4}, "data_parallel is off"),
         ({"data_parallel": True, "data_parallel_devices": 3}, "batch_size 16 does not divide by the 3 devices"),
         ({"data_parallel": True, "component_profile": True}, "data_parallel does not go with component_profile"),
-        ({"data_parallel": True, "muon_split_jit": True}, "data_parallel does not go with muon_split_jit: turn one"),
+        ({"data_parallel": True, "muon_split_jit": True}, "data_parallel does not go with muon_split_jit: train on one device"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, message):
@@ -188,12 +188,12 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 
 def test_separate_projections_win_over_fused_ones():
     config = Config(fuse_projections=True, separate_projections=True)
-    assert not config.projections_fused
+    assert not config.model.fused
 
 
 def test_a_scan_over_blocks_stacks_them():
     # As recorded: the meta of a run with --scan-blocks alone says stack_blocks too.
-    assert Config(scan_blocks=True).blocks_stacked and not Config().blocks_stacked
+    assert Config(scan_blocks=True).model.stacked and not Config().model.stacked
     assert Config(scan_blocks=True).model.scanned and not Config(stack_blocks=True).model.scanned
 
 

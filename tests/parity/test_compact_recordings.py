@@ -56,7 +56,7 @@ def test_the_recorded_run_is_reproduced(recording, stack, tmp_path):
     assert comparison.equal, comparison.verdict()
     assert {leaf.step for leaf in comparison.leaves} == {0, 1} and len(comparison.leaves) == 2 * len(recording.last)
     assert last["step"] == recording.case["steps"] == recording.last["step"]
-    # It can fail: one parameter left as it was, and moments from one step too few.
+    # It can fail: one parameter left as it was, one moment a hundredth too large.
     name = next(name for name in last if name.endswith("ffn_w1/w"))
     assert not judge(recording, first, last | {name: recording.first[name]}).equal
     moment = name.replace("params/", "opt_state/m/")
