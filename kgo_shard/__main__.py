@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,15 +111,18 @@ def run_check_mesh(arguments, argv) -> int:
 def run_diff(arguments, argv) -> int:
     if arguments.exact and not is_exact():
         restart_exact(argv)
-    from .diff import report, run
+    from .diff import fault_matrix, report, run
+    from .diff.faults import FAULTS
 
     start_devices(arguments.devices)
     tape = make_tape(arguments)
     console = Console()
-    facts = report.environment_facts() | run.tape_facts(tape)
-    for name, value in facts.items():
-        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
-    with Progress(console=console, transient=True) as progress:
+    with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
+        if arguments.fault in FAULTS:
+            tape = fault_matrix.fit(tape, FAULTS[arguments.fault], Path(folder))
+        facts = report.environment_facts() | run.tape_facts(tape)
+        for name, value in facts.items():
+            console.print(f"{name:>12}  {value}", highlight=False, markup=False)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
     console.print(report.comparison_table(comparison, all_leaves=arguments.all_leaves))
     if arguments.report:

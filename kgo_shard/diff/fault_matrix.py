@@ -63,19 +63,25 @@ def run_faults(
         groups.setdefault(json.dumps([FAULTS[name].options, FAULTS[name].fresh], sort_keys=True), []).append(name)
     with tempfile.TemporaryDirectory() as folder:
         for members in groups.values():
-            first = FAULTS[members[0]]
-            tape = Tape(options | first.options, files, STEPS, None, validation)
-            if not first.fresh:
-                tape = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
-                legacy_side.save_middle(tape.checkpoint, tape.options)
+            tape = fit(Tape(options, files, STEPS, None, validation), FAULTS[members[0]], Path(folder))
             old = record_shown(legacy_side.make_side(tape, probe_only=True), tape, progress)
             clean = compare.compare(old, record_shown(shard_side.make_side(tape, probe_only=True), tape, progress))
             if not clean.equal:
-                raise ValueError(f"old and new differ without a fault, with {first.options}: {clean.verdict()}")
+                raise ValueError(f"old and new differ without a fault, with {FAULTS[members[0]].options}: {clean.verdict()}")
             for name in members:
                 with FAULTS[name].plant():
                     new = record_shown(shard_side.make_side(tape, probe_only=True), tape, progress)
                 yield Finding(name, FAULTS[name], compare.compare(old, new), *loss_curves(old, new))
+
+
+def fit(tape: Tape, fault: Fault, folder: Path) -> Tape:
+    """The tape with what the fault needs to show: its options, and a start in the middle of a run (written to `folder`)."""
+    tape = tape._replace(options=tape.options | fault.options)
+    if fault.fresh or tape.checkpoint:
+        return tape
+    path = folder / "checkpoint_jax.pkl"
+    old_stack().save_middle(path, tape.options)
+    return tape._replace(checkpoint=path)
 
 
 def loss_curves(old: compare.Trace, new: compare.Trace) -> tuple[float, bool]:

@@ -25,7 +25,7 @@ def test_an_unknown_fault_lists_the_known_ones():
 def test_every_fault_names_a_stage_and_its_meaning():
     from kgo_shard.diff.compare import STAGES
 
-    assert len(FAULTS) >= 8
+    assert len(FAULTS) >= 36
     for name, fault in FAULTS.items():
         assert fault.stage in STAGES and fault.meaning, name
 
