@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .batches import find_files
-from .config import Config, ConfigError, Parser, add_options
+from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .train import main as train_main
 
 EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
@@ -54,6 +54,9 @@ def make_parser() -> Parser:
     faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
+    ledger = commands.add_parser("ledger", help="every piece of state of a run: owner, dtype, placement, saved or not, compared or not")
+    add_options(ledger)
+
     demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
     demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
     return parser
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train_main(argv[1:])
     arguments = make_parser().parse_args(argv)
-    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "demo": run_demo}[arguments.command]
+    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "demo": run_demo}[arguments.command]
     try:
         return command(arguments, argv)
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
@@ -184,6 +187,13 @@ def run_faults(arguments, argv) -> int:
         content = {"title": "kgo-shard faults", "environment": report.environment_facts(), "sections": [section], "verdict": section["verdict"]}
         console.print(f"report: {', '.join(map(str, report.write_report(content, arguments.report)))}", highlight=False)
     return 0 if all(found.named for found in findings) else 1
+
+
+def run_ledger(arguments, argv) -> int:
+    from .diff import ledger, report
+
+    Console(width=None if sys.stdout.isatty() else 200).print(report.section_table(ledger.ledger_section(from_arguments(arguments))))
+    return 0
 
 
 def run_demo(arguments, argv) -> int:

@@ -1,0 +1,107 @@
+"""Every piece of state of a training run: who owns it, what it is, where it lives, whether it is saved and compared.
+
+The rows of the device state are looked up in the state itself, so a new leaf needs a row; the host loop's are told by hand,
+and a test holds them against the names that the loop's functions really have.
+"""
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import jax
+
+from .. import mesh
+from ..config import Config
+from ..state import TrainState, learned_shapes
+from .trace import state_stages
+
+COLUMNS = ("state", "owner", "dtype", "leaves", "elements", "placement", "saved", "compared as")
+
+
+class DeviceRow(NamedTuple):
+    """Leaves of TrainState under one pattern of their paths."""
+
+    pattern: str
+    state: str
+    saved: str  # where in checkpoint_jax.pkl
+    compared: str  # stage of a trace
+
+
+class HostRow(NamedTuple):
+    """State of the host loop; `names` are the local variables and attributes that hold it."""
+
+    state: str
+    owner: str
+    names: tuple[str, ...]
+    kind: str
+    saved: str
+    compared: str
+
+
+DEVICE_ROWS = (
+    DeviceRow(".learned.net*", "parameters", "params", "parameters"),
+    DeviceRow(".learned.opt_state.m*", "first moments, Muon's momenta", "opt_state/m", "moments"),
+    DeviceRow(".learned.opt_state.v*", "second moments (Muon's leaves: scalar zeros)", "opt_state/v", "moments"),
+    DeviceRow(".learned.ema*", "moving average of the parameters", "ema_params", "ema"),
+    DeviceRow(".learned.statistics.sum", "moving sum of the seki weight", "meta/moving_sum", "moving_statistics"),
+    DeviceRow(".learned.statistics.weight", "moving weight of the seki weight", "meta/moving_weight", "moving_statistics"),
+    DeviceRow(".step", "optimizer steps: also the position in the schedule and Adam's t", "meta/step", "counts, learning_rate"),
+    DeviceRow(".samples", "rows trained on", "meta/samples", "counts"),
+)
+RESTARTS = "no: a resumed run starts an epoch of its own, as the original"
+HOST_ROWS = (
+    HostRow("random draws (symmetry, history)", "batches.read_packed_batches", ("rand",), "NumPy generator", RESTARTS, "batch"),
+    HostRow("order of the files", "train.training_chunks", ("seed", "batches"), "seeded with seed + step", RESTARTS, "batch"),
+    HostRow("place in the files", "batches.read_packed_batches", ("path", "rows", "num_rows", "start"), "file, row", RESTARTS, "batch"),
+    HostRow(
+        "window of the log", "train.Window", ("window", "sums", "start_step", "start_time", "learning_rate"), "float32 sums",
+        "no: starts anew", "lines of the log",
+    ),
+    HostRow("times of the window", "train.StepTimes", ("times", "data", "host_submit", "train_wait"), "seconds", "no: starts anew", "no: times"),
+    HostRow("next save and validation", "train.Marks", ("save_marks", "val_marks", "next", "every"), "rows", "no: count from the resumed rows", "lines of the log"),
+    HostRow("warned of small boards", "train.train", ("warned",), "bool", "no", "lines on stderr"),
+)  # fmt: skip
+
+
+def device_row(path: str) -> DeviceRow:
+    """The row of a leaf of TrainState. KeyError naming a leaf that has none."""
+    for row in DEVICE_ROWS:
+        if fnmatchcase(path, row.pattern):
+            return row
+    raise KeyError(f"{path} has no row in DEVICE_ROWS: say whether it is saved and where it is compared")
+
+
+def ledger_rows(config: Config) -> list[list[str]]:
+    """The table for a run with these options, the device state first."""
+    state = TrainState(learned_shapes(config), step=0, samples=0)
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    rows = []
+    for row in DEVICE_ROWS:
+        mine = [(path, leaf) for path, leaf in leaves if device_row(path) is row]
+        if not mine:
+            rows.append([row.state, "TrainState" + row.pattern.rstrip("*"), "", "0", "0", "", "no: this run has none", "no: this run has none"])
+            continue
+        on_device = row.pattern.startswith(".learned")
+        dtypes = sorted({str(leaf.dtype) if on_device else "int" for _, leaf in mine})
+        places = sorted({str(mesh.spec_of("state/" + path)) if on_device else "host" for path, _ in mine})
+        elements = sum(leaf.size if on_device else 1 for _, leaf in mine)
+        rows.append([
+            row.state, "TrainState" + row.pattern.rstrip("*"), ", ".join(dtypes), str(len(mine)), f"{elements:,}", ", ".join(places),
+            row.saved, row.compared,
+        ])  # fmt: skip
+    return rows + [[row.state, row.owner, row.kind, "", "", "host", row.saved, row.compared] for row in HOST_ROWS]
+
+
+def ledger_section(config: Config) -> dict:
+    return {
+        "title": "State ledger",
+        "text": "Everything that a run remembers from one step to the next.",
+        "columns": list(COLUMNS),
+        "rows": ledger_rows(config),
+        "verdict": "",
+        "image_png": None,
+    }
+
+
+def stage_of(name: str) -> str:
+    """The stage under which a leaf of `to_host` is compared."""
+    return next(iter(state_stages({name: 0}))).partition("/")[0]
