@@ -1,6 +1,5 @@
 """The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
 
-import json
 import os
 import sys
 import tempfile
@@ -178,8 +177,7 @@ def run_faults(arguments, argv) -> int:
             progress.advance(task)
             console.print(f"{'named' if found.named else 'MISSED':7} {found.name:32} {found.comparison.verdict()}", highlight=False, soft_wrap=True)
             if arguments.json:
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps(fault_matrix.to_json(findings), indent=1) + "\n")
+                fault_matrix.write_json(arguments.json, findings)
     section = fault_matrix.faults_section(findings)
     console.print(report.section_table(section))
     console.print(section["verdict"], highlight=False)

@@ -1,5 +1,6 @@
 """Every planted fault against the clean old side: is it found, where, and would the loss curve have shown it?"""
 
+import datetime
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,9 +104,12 @@ def faults_section(findings: Sequence[Finding]) -> dict:
     }
 
 
-def to_json(findings: Sequence[Finding]) -> dict:
-    """What a results file keeps: one entry for each fault."""
-    entries = {}
+def write_json(path: Path, findings: Sequence[Finding]):
+    """Add the findings to a results file, one entry for each fault; another JAX's file is replaced."""
+    environment, entries = report.environment_facts(), {}
+    if path.exists():
+        kept = json.loads(path.read_text())
+        entries = kept["faults"] if kept["environment"]["JAX"] == environment["JAX"] else {}
     for found in findings:
         bad = found.comparison.first_bad
         entries[found.name] = {
@@ -113,7 +117,10 @@ def to_json(findings: Sequence[Finding]) -> dict:
             "planted": {"step": found.fault.step, "stage": found.fault.stage},
             "found": None if bad is None else {"step": bad.step, "stage": bad.stage, "leaf": bad.leaf, "reason": bad.reason},
             "named": found.named,
+            "commit": environment["commit"],
+            "date": datetime.date.today().isoformat(),
             "largest relative change of the loss": float(np.float64(found.loss_change)),
             "printed loss": "same" if found.printed_alike else "differs",
         }
-    return {"environment": report.environment_facts(), "steps": STEPS, "faults": entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment, "steps": STEPS, "faults": entries}, indent=1) + "\n")

@@ -505,8 +505,8 @@ MUON = {"optimizer": "muon", "muon_row_split_size": 16}
 FAULTS = {
     # Start
     "other_initial_numbers": Fault(other_initial_numbers, "parameters", "the seed's numbers drawn in another order", step=0, fresh=True),
-    "leaves_swapped": Fault(leaves_swapped, "parameters", "two leaves swapped in conversion", step=0),
-    "leaf_transposed": Fault(leaf_transposed, "parameters", "one leaf transposed in conversion", step=0),
+    "leaves_swapped": Fault(leaves_swapped, "moments", "two leaves swapped in conversion, in every tree", step=0),
+    "leaf_transposed": Fault(leaf_transposed, "moments", "one leaf transposed in conversion, in every tree", step=0),
     "moments_not_restored": Fault(moments_not_restored, "moments", "moments not restored", step=0),
     "ema_not_restored": Fault(ema_not_restored, "ema", "moving average restarted from the parameters", step=0),
     "statistics_not_restored": Fault(statistics_not_restored, "moving_statistics", "moving statistics not restored", step=0),
