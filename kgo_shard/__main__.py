@@ -1,5 +1,6 @@
 """The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
 
+import argparse
 import os
 import sys
 import tempfile
@@ -53,6 +54,10 @@ def make_parser() -> Parser:
     faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
+    collectives = commands.add_parser("collectives", help="every collective of both stacks' steps: kind, count, dtype, bytes")
+    collectives.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
+    add_options(collectives, leave_out=("data_parallel", "data_parallel_devices"))
+
     ledger = commands.add_parser("ledger", help="every piece of state of a run: owner, dtype, placement, saved or not, compared or not")
     add_options(ledger)
 
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train_main(argv[1:])
     arguments = make_parser().parse_args(argv)
-    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "demo": run_demo}[arguments.command]
+    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "collectives": run_collectives, "demo": run_demo}[arguments.command]
     try:
         return command(arguments, argv)
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
@@ -141,6 +146,7 @@ def make_tape(arguments):
     """The tape of parsed `diff` arguments; the shipped rows where no data folder is named."""
     from .diff.trace import Tape
 
+    arguments = argparse.Namespace(**{"steps": 1, "checkpoint": None} | vars(arguments))
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
     given = {name: value for name, value in vars(arguments).items() if name in Config.__dataclass_fields__}
@@ -185,6 +191,17 @@ def run_faults(arguments, argv) -> int:
         content = {"title": "kgo-shard faults", "environment": report.environment_facts(), "sections": [section], "verdict": section["verdict"]}
         console.print(f"report: {', '.join(map(str, report.write_report(content, arguments.report)))}", highlight=False)
     return 0 if all(found.named for found in findings) else 1
+
+
+def run_collectives(arguments, argv) -> int:
+    from .diff import collectives, report
+
+    start_devices(arguments.devices)
+    audits = collectives.audit(make_tape(arguments))
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for section in collectives.sections(audits):
+        console.print(report.section_table(section))
+    return 0 if all(found.equal for found in audits.values()) else 1
 
 
 def run_ledger(arguments, argv) -> int:

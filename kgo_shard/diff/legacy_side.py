@@ -5,7 +5,10 @@ import dataclasses
 import jax
 import legacy_pmap
 import numpy as np
-from legacy_pmap.step import get_carry, put_state
+from legacy_pmap.step import _compile as compile_step
+from legacy_pmap.step import _schedule as make_schedule
+from legacy_pmap.step import _stack_batches as stack_batches
+from legacy_pmap.step import get_carry, put_state, train_steps
 from legacy_pmap.train import VALIDATION_SEED, epoch_chunks
 
 from .trace import Side, Tape
@@ -54,6 +57,16 @@ def make_reference(tape: Tape, probe_only: bool = False) -> Side:
     step = None if probe_only else inside(side.step)
     changes = {name: inside(getattr(side, name)) for name in ("start", "probe", "to_host", "evaluate")}
     return side._replace(name="float64", step=step, **changes)
+
+
+def lower_step(tape: Tape, num_steps: int = 1) -> jax.stages.Lowered:
+    """The training step's program for `num_steps` batches, lowered for the tape's devices."""
+    config = legacy_pmap.Config(**tape.options)
+    carry = legacy_pmap.init_state(config).carry
+    stream = legacy_pmap.read_batches(tape.files, config, config.seed)
+    batches = stack_batches([next(stream) for _ in range(num_steps)], config)
+    run = compile_step(train_steps, config, (0, 0, 0, None, None, None))
+    return run.lower(tuple(carry[:3]), tuple(carry[3:]), batches, *make_schedule(config, 0, num_steps))
 
 
 def float64():

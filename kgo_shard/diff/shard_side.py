@@ -1,10 +1,12 @@
 """The new side: `kgo_shard`, from packed rows, augmented on the device."""
 
+import jax
 import numpy as np
 
-from .. import checkpoint, convert, state, step
+from .. import checkpoint, convert, mesh, state, step
 from ..config import Config
-from ..batches import read_validation
+from ..mesh import make_mesh
+from ..batches import read_packed_batches, read_validation
 from ..train import training_chunks
 from .trace import Side, Tape
 
@@ -29,6 +31,16 @@ def make_side(tape: Tape, probe_only: bool = False) -> Side:
         to_host=state.to_host,
         evaluate=lambda current, files: evaluate(current, next(read_validation(files, config, current.samples))),
     )
+
+
+def lower_step(tape: Tape, num_steps: int = 1) -> jax.stages.Lowered:
+    """The training step's program for `num_steps` batches, lowered for the tape's devices."""
+    config = Config(**tape.options)
+    device_mesh = make_mesh(config)
+    packed = read_packed_batches(tape.files, config, config.seed)
+    rows = mesh.put_batches(device_mesh, [next(packed) for _ in range(num_steps)])
+    schedule = mesh.put(device_mesh, step.optim.make_schedule(config, 0, num_steps), "schedule")
+    return step.compile_steps(config, device_mesh).lower(state.init_state(config).learned, rows, schedule)
 
 
 def name_stages(stages: step.Stages, learning_rate) -> dict:
