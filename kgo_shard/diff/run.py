@@ -1,7 +1,11 @@
 """Both sides through one tape, and the verdict."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any, Protocol
 
+import numpy as np
+from jax.typing import ArrayLike as Array
 from rich.progress import Progress
 
 from ..config import Config, ConfigError
@@ -33,6 +37,32 @@ def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress |
         with FAULTS[fault].plant():
             new_trace = record_shown(shard_side.make_side(tape), tape, progress)
     return compare.compare(old_trace, new_trace, reference)
+
+
+class Steps(Protocol):
+    """Anybody's training step, as `compare_steps` drives it. The state is whatever the step calls so.
+
+    Keys are "<stage>/<leaf>" with a stage of `compare.STAGES`: parameters, moments, reduced_gradient, metrics, ...
+    """
+
+    def start(self) -> Any: ...  # the first state
+    def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, Array]]: ...  # the next one, and what was computed on the way
+    def to_host(self, state: Any) -> dict[str, Array]: ...  # every leaf of a state
+
+
+def compare_steps(old: Steps, new: Steps, batches: Iterable[Any], reference: Steps | None = None) -> compare.Comparison:
+    """The same batches through two steps: equal bits of every leaf, or with a float64 reference the three-way bound."""
+    batches = list(batches)
+
+    def run(side):
+        state = side.start()
+        trace = [side.to_host(state)]
+        for batch in batches:
+            state, stages = side.step(state, batch)
+            trace.append(stages | side.to_host(state))
+        return [{name: np.asarray(leaf) for name, leaf in step.items()} for step in trace]
+
+    return compare.compare(run(old), run(new), None if reference is None else run(reference))
 
 
 def record_shown(side: Side, tape: Tape, progress: Progress | None):
