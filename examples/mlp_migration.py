@@ -1,4 +1,4 @@
-"""Somebody else's migration, proved with the same harness: an Equinox MLP under filter_pmap and stock optax.adamw, and its port.
+"""Somebody else's migration, proved with the same harness: an Equinox MLP under pmap with stock optax.adamw, and its port.
 
     python examples/mlp_migration.py            exit code 0: equal bits; 1: they differ, and the first leaf is named
     python examples/mlp_migration.py --naive    the port that everybody writes first

@@ -7,6 +7,7 @@ from .batches import read_batches
 from .checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from .config import Config, ConfigError
 from .npz import DataError
+from .replicas import ReplicaError, check_replicas
 from .state import TrainState, init_state, to_host
 from .step import head_outputs, make_eval_step, make_gradient, make_probe, make_train_step
 from .train import main, train
@@ -16,7 +17,9 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataError",
+    "ReplicaError",
     "TrainState",
+    "check_replicas",
     "head_outputs",
     "init_state",
     "load_checkpoint",

@@ -189,6 +189,7 @@ class Config:
     compute_dtype: str = option("bfloat16", "dtype of matrix products", choices=tuple(DTYPES))
     objective: str = option("replica", "seki weight from each device's own rows, or from the batch", choices=("replica", "global"))
     data_parallel_devices: int = option(0, "devices to use with --data-parallel (0: all local ones)", low=0)
+    check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off)", low=0)
 
     def __init__(self, **options):
         table = {f.name: f for f in fields(self)}

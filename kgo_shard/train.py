@@ -15,6 +15,7 @@ from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .flops import muon_line, training_flops
 from .npz import DataError
 from .profile import profile_components
+from .replicas import ReplicaError, check_replicas
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
 
@@ -51,6 +52,7 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)
     val_marks = Marks(config.val_every_samples, state.samples)
+    replica_marks = Marks(config.check_replicas, state.step)
     chunks = training_chunks(train_files, config, lambda: state)
     times = StepTimes() if config.log_step_time else None
     if times:
@@ -60,6 +62,8 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
         state, metrics = step(state, chunk)
         window.add(metrics)
         done = state.samples >= config.max_training_samples
+        if replica_marks.reached(state.step, at_end=False):
+            check_replicas(state)
         if state.step - window.start_step >= config.print_every:
             log(window.line(state, config))
             if times:
@@ -73,7 +77,7 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
 
 
 class Marks:
-    """When to save or validate: whenever `every` more samples are done (0: never), and at the end."""
+    """When to save, validate or check: whenever `every` more samples (or steps) are done (0: never), and at the end."""
 
     def __init__(self, every: int, samples: int):
         self.every, self.next = every, samples + every
@@ -95,6 +99,8 @@ def start(path: Path, config: Config, log: Callable[[str], None]) -> TrainState:
 
 
 def save(path: Path, state: TrainState, config: Config):
+    if config.check_replicas:
+        check_replicas(state)
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save_checkpoint(path, state, config)
 
@@ -221,11 +227,14 @@ def make_parser(prog: str) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kgo-shard train`: 0 when trained, 2 with one line on what is wrong."""
+    """`kgo-shard train`: 0 when trained, 1 where replicas part, 2 where it cannot start; one line says what is wrong."""
     arguments = make_parser("kgo-shard train").parse_args(argv)
     try:
         train(from_arguments(arguments), log=lambda line: print(line, flush=True))
     except (ConfigError, DataError, checkpoint.CheckpointError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except ReplicaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0

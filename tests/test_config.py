@@ -73,7 +73,7 @@ ORIGINAL = {
     "score_mode": "simple",
     "xla_peak_tflops": 918.0,
 }
-BEYOND_THE_ORIGINAL = {"compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0}
+BEYOND_THE_ORIGINAL = {"compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0}
 
 
 def test_every_option_of_the_original_has_its_default():
@@ -287,6 +287,7 @@ FLAGS = [
     ("--compute-dtype", "float32", "float32"),
     ("--objective", "global", "global"),
     ("--data-parallel-devices", "4", 4),
+    ("--check-replicas", "50", 50),
 ]
 
 

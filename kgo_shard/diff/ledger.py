@@ -57,7 +57,7 @@ HOST_ROWS = (
         "no: starts anew", "lines of the log",
     ),
     HostRow("times of the window", "train.StepTimes", ("times", "data", "host_submit", "train_wait"), "seconds", "no: starts anew", "no: times"),
-    HostRow("next save and validation", "train.Marks", ("save_marks", "val_marks", "next", "every"), "rows", "no: count from the resumed rows", "lines of the log"),
+    HostRow("next save, validation and check", "train.Marks", ("save_marks", "val_marks", "replica_marks", "next", "every"), "rows", "no: count from the resumed rows", "lines of the log"),
     HostRow("warned of small boards", "train.train", ("warned",), "bool", "no", "lines on stderr"),
 )  # fmt: skip
 

@@ -1,7 +1,9 @@
 """Both sides through one tape, and the verdict."""
 
+import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,13 +32,23 @@ def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress |
     legacy_side = old_stack()
     new = shard_side.make_side(tape)  # first: it checks options and devices before anything is compiled
     old_trace = record_shown(legacy_side.make_side(tape), tape, progress)
-    reference = None if exact else record_shown(legacy_side.make_reference(tape), tape, progress)
+    reference = None if exact else record_reference(tape, progress)
     if fault is None:
         new_trace = record_shown(new, tape, progress)
     else:
         with FAULTS[fault].plant():
             new_trace = record_shown(shard_side.make_side(tape), tape, progress)
     return compare.compare(old_trace, new_trace, reference)
+
+
+def record_reference(tape: Tape, progress: Progress | None):
+    """The float64 run, from the old side's own start: made afresh in float64, it would lack the rounding of its parameters."""
+    legacy_side = old_stack()
+    with tempfile.TemporaryDirectory() as folder:
+        if tape.checkpoint is None:
+            tape = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
+            legacy_side.save_start(tape.checkpoint, tape.options)
+        return record_shown(legacy_side.make_reference(tape), tape, progress)
 
 
 class Steps(Protocol):
