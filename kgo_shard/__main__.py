@@ -54,6 +54,12 @@ def make_parser() -> Parser:
     faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
+    noise = commands.add_parser("noise", help="the noise floor: the old stack against itself where only rounding is changed")
+    noise.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
+    noise.add_argument("--steps", type=int, default=5, help="optimizer steps (default 5)")
+    noise.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start from (default: a fresh start)")
+    add_options(noise, leave_out=("data_parallel", "data_parallel_devices"))
+
     collectives = commands.add_parser("collectives", help="every collective of both stacks' steps: kind, count, dtype, bytes")
     collectives.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
     add_options(collectives, leave_out=("data_parallel", "data_parallel_devices"))
@@ -71,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train_main(argv[1:])
     arguments = make_parser().parse_args(argv)
-    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "collectives": run_collectives, "demo": run_demo}[arguments.command]
+    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "collectives": run_collectives, "noise": run_noise, "demo": run_demo}[arguments.command]
     try:
         return command(arguments, argv)
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
@@ -202,6 +208,19 @@ def run_collectives(arguments, argv) -> int:
     for section in collectives.sections(audits):
         console.print(report.section_table(section))
     return 0 if all(found.equal for found in audits.values()) else 1
+
+
+def run_noise(arguments, argv) -> int:
+    from .diff import compare, noise, report, run, shard_side
+
+    start_devices(arguments.devices)
+    tape, console = make_tape(arguments), Console()
+    with Progress(console=console, transient=True) as progress:
+        floor = noise.measure(tape, progress)
+        sides = run.old_stack().make_side(tape, probe_only=True), shard_side.make_side(tape, probe_only=True)
+        between = compare.compare(*(run.record_shown(side, tape, progress) for side in sides))
+    console.print(report.section_table(noise.noise_section(floor, between)))
+    return 0
 
 
 def run_ledger(arguments, argv) -> int:

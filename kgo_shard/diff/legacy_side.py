@@ -59,6 +59,34 @@ def make_reference(tape: Tape, probe_only: bool = False) -> Side:
     return side._replace(name="float64", step=step, **changes)
 
 
+def make_perturbed(tape: Tape) -> Side:
+    """The old side, started from parameters that are one unit in the last place off, up or down."""
+    side, config, rng = make_side(tape, probe_only=True), legacy_pmap.Config(**tape.options), np.random.default_rng(0)
+
+    def nudge(leaf):
+        up = rng.integers(0, 2, leaf.shape).astype(bool)
+        return np.nextafter(leaf, np.where(up, np.inf, -np.inf).astype(leaf.dtype))
+
+    def start():
+        state = side.start()
+        carry = get_carry(state)
+        return put_state(config, jax.tree.map(nudge, carry.params), *carry[1:], state.step, state.samples)
+
+    return side._replace(name="legacy_pmap, one ulp off", start=start)
+
+
+def make_reordered(tape: Tape) -> Side:
+    """The old side with the devices' shares of every batch in reverse order; what each device made is put back in order."""
+    side, devices = make_side(tape, probe_only=True), legacy_pmap.Config(**tape.options).num_devices
+
+    def probed(state, batch):
+        shares = {key: value.reshape(devices, -1, *value.shape[1:])[::-1].reshape(value.shape) for key, value in batch.items()}
+        after, stages = side.probe(state, shares)
+        return after, {name: x[::-1] if name.startswith(("batch/", "loss_terms/", "raw_gradient/")) else x for name, x in stages.items()}
+
+    return side._replace(name="legacy_pmap, devices reversed", probe=probed)
+
+
 def lower_step(tape: Tape, num_steps: int = 1) -> jax.stages.Lowered:
     """The training step's program for `num_steps` batches, lowered for the tape's devices."""
     config = legacy_pmap.Config(**tape.options)
