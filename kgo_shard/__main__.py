@@ -54,6 +54,14 @@ def make_parser() -> Parser:
     faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
     faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
+    certificate = commands.add_parser("certificate", help="all of it on one tape: one page and one JSON file")
+    certificate.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
+    certificate.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    certificate.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start from (default: a fresh start)")
+    certificate.add_argument("--faults", nargs="+", metavar="FAULT", help="plant these only (default: all, which takes most of the time)")
+    certificate.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/certificate"), help="default reports/certificate")
+    add_options(certificate, leave_out=("data_parallel", "data_parallel_devices"))
+
     noise = commands.add_parser("noise", help="the noise floor: the old stack against itself where only rounding is changed")
     noise.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
     noise.add_argument("--steps", type=int, default=5, help="optimizer steps (default 5)")
@@ -77,7 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["train"]:
         return train_main(argv[1:])
     arguments = make_parser().parse_args(argv)
-    command = {"check-mesh": run_check_mesh, "diff": run_diff, "faults": run_faults, "ledger": run_ledger, "collectives": run_collectives, "noise": run_noise, "demo": run_demo}[arguments.command]
+    command = {
+        "check-mesh": run_check_mesh,
+        "diff": run_diff,
+        "faults": run_faults,
+        "certificate": run_certificate,
+        "noise": run_noise,
+        "collectives": run_collectives,
+        "ledger": run_ledger,
+        "demo": run_demo,
+    }[arguments.command]
     try:
         return command(arguments, argv)
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
@@ -174,17 +191,12 @@ def run_faults(arguments, argv) -> int:
     from .diff import fault_matrix, report
     from .diff.faults import FAULTS
 
-    for name in arguments.only or ():
-        if name not in FAULTS:
-            raise ConfigError(f"--only {name}: choose from {', '.join(FAULTS)}")
+    check_faults(arguments.only, "--only")
     start_devices(fault_matrix.DEVICES)
-    devices = {"data_parallel": True, "data_parallel_devices": fault_matrix.DEVICES}
-    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "seed": 7} | devices  # the seed's first batch has points that nobody owns
     console, findings = Console(), []
     with Progress(console=console, transient=True) as progress:
-        files = find_files(SAMPLE / "train"), find_files(SAMPLE / "val")
         task = progress.add_task("faults", total=len(arguments.only or FAULTS))
-        for found in fault_matrix.run_faults(arguments.only or FAULTS, options, *files, progress):
+        for found in fault_matrix.run_faults(arguments.only or FAULTS, *fault_input(), progress):
             findings.append(found)
             progress.advance(task)
             console.print(f"{'named' if found.named else 'MISSED':7} {found.name:32} {found.comparison.verdict()}", highlight=False, soft_wrap=True)
@@ -208,6 +220,34 @@ def run_collectives(arguments, argv) -> int:
     for section in collectives.sections(audits):
         console.print(report.section_table(section))
     return 0 if all(found.equal for found in audits.values()) else 1
+
+
+def fault_input() -> tuple[dict, list[Path], list[Path]]:
+    """Options, training and validation files on which every fault shows: the shipped rows, on 8 devices."""
+    devices = {"data_parallel": True, "data_parallel_devices": 8}
+    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "seed": 7} | devices  # the seed's first batch has points that nobody owns
+    return options, find_files(SAMPLE / "train"), find_files(SAMPLE / "val")
+
+
+def run_certificate(arguments, argv) -> int:
+    if not is_exact():
+        restart_exact(argv)
+    from .diff import certificate
+    from .diff.faults import FAULTS
+
+    check_faults(arguments.faults, "--faults")
+    start_devices(max(arguments.devices, 8))
+    tape = make_tape(arguments)
+    validation = find_files(Path(arguments.datadir if "datadir" in arguments else SAMPLE) / "val")
+    return certificate.certify(arguments.report, tape._replace(validation=validation), arguments.faults or list(FAULTS), fault_input())
+
+
+def check_faults(names: Sequence[str] | None, option: str):
+    from .diff.faults import FAULTS
+
+    for name in names or ():
+        if name not in FAULTS:
+            raise ConfigError(f"{option} {name}: choose from {', '.join(FAULTS)}")
 
 
 def run_noise(arguments, argv) -> int:

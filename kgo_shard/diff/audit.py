@@ -1,5 +1,7 @@
 """The single-device audit: which loss term makes D devices train on another objective than one device, and by how much."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,11 +10,12 @@ import numpy as np
 
 from .. import augment, convert, layout, loss, mesh, reduce
 from ..config import Config
-from ..loss import LOSS_WEIGHTS
+from ..loss import LOSS_WEIGHTS, MovingStatistics
 from ..mesh import make_mesh
 from ..model import make_tables
 from ..state import TrainState
 from ..step import Batch, first_batch, weigh_seki
+from .limits import limit_for
 
 
 class TermAudit(NamedTuple):
@@ -43,19 +46,88 @@ def audit_objective(config: Config, batch: Batch, load) -> Audit:
     `load(config)` gives the state to differentiate at, for either device count.
     """
     alone = config.replace(data_parallel=False, data_parallel_devices=0)
-    many, one = term_gradients(config, load(config), batch), term_gradients(alone, load(alone), batch)
+    many, one = make_term_gradients(config)(load(config), batch), make_term_gradients(alone)(load(alone), batch)
+    return compare_terms(many, one, make_mesh(config).size)
+
+
+class Ledger(NamedTuple):
+    """The audit at a cold start and with warm statistics, as the original trains and with objective="global"."""
+
+    audits: dict[str, Audit]  # "cold", "warm", "global, cold", "global, warm"
+
+    @property
+    def floor(self) -> float:
+        """Rounding: the largest difference of a term where both sides compute the same gradient, objective="global"."""
+        return max(term.difference for name, audit in self.audits.items() if name.startswith("global") for term in audit.terms)
+
+    def differs(self, name: str) -> list[str]:
+        """The terms of one audit that are further apart than rounding."""
+        return [term.term for term in self.audits[name].terms if term.difference > limit_for(self.floor)]
+
+    def rows(self) -> list[list[str]]:
+        by_name = {name: {term.term: term for term in audit.terms} for name, audit in self.audits.items()}
+        rows = []
+        for term in LOSS_WEIGHTS:
+            apart = [name for name in self.audits if term in self.differs(name)]
+            why = f"DIFFERENT: {', '.join(apart)}: its weight comes from each device's own rows" if apart else "equal"
+            found = [by_name[name][term] for name in self.audits]
+            rows.append([term, f"{found[0].share:.2g}", *(f"{one.difference:.1e}" for one in found), why])
+        return rows
+
+    def verdict(self) -> str:
+        apart = sorted({term for name in self.audits for term in self.differs(name)})
+        equal = len(LOSS_WEIGHTS) - len(apart)
+        return f"{equal} of {len(LOSS_WEIGHTS)} terms have the whole batch's gradient; {', '.join(apart) or 'none'} not (rounding: {self.floor:.0e})"
+
+
+def ledger_section(found: Ledger) -> dict:
+    devices = next(iter(found.audits.values())).devices
+    return {
+        "title": "Objective ledger",
+        "text": f"The gradient of every loss term on {devices} devices and on one, at the same parameters and rows: norm of the difference "
+        "over the norm of the whole gradient. Cold: moving statistics at zero; warm: after a long run.",
+        "columns": ["loss term", "norm / whole gradient", *found.audits, "verdict"],
+        "rows": found.rows(),
+        "verdict": found.verdict(),
+        "image_png": None,
+    }
+
+
+WARM = MovingStatistics(jnp.float32(10.0), jnp.float32(500.0))  # a long run's: the decay 0.998 forgets after 500 steps
+
+
+def objective_ledger(config: Config, batch: Batch, load) -> Ledger:
+    """Every loss term: is its gradient on D devices the whole batch's, and if not, by how much?"""
+    alone = config.replace(data_parallel=False, data_parallel_devices=0)
+    compiled = {objective: make_term_gradients(config.replace(objective=objective)) for objective in ("replica", "global")}
+    gradients_alone, many, one = make_term_gradients(alone), load(config), load(alone)
+    audits = {}
+    for objective, prefix in (("replica", ""), ("global", "global, ")):
+        for heat in ("cold", "warm"):
+            states = [state if heat == "cold" else warmed(state, c) for state, c in ((many, config), (one, alone))]
+            gradients = compiled[objective](states[0], batch), gradients_alone(states[1], batch)
+            audits[prefix + heat] = compare_terms(*gradients, make_mesh(config).size)
+    return Ledger(audits)
+
+
+def warmed(state: TrainState, config: Config) -> TrainState:
+    statistics = mesh.put_state(make_mesh(config), WARM)
+    return dataclasses.replace(state, learned=dataclasses.replace(state.learned, statistics=statistics))
+
+
+def compare_terms(many: dict[str, np.ndarray], one: dict[str, np.ndarray], devices: int) -> Audit:
     whole = norm(sum(one.values()))
     terms = [TermAudit(name, norm(one[name]) / whole, norm(many[name] - one[name]) / whole) for name in LOSS_WEIGHTS]
     terms.sort(key=lambda term: -term.difference)
-    return Audit(make_mesh(config).size, norm(sum(many.values()) - sum(one.values())) / whole, tuple(terms))
+    return Audit(devices, norm(sum(many.values()) - sum(one.values())) / whole, tuple(terms))
 
 
 def norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-def term_gradients(config: Config, state: TrainState, batch: Batch) -> dict[str, np.ndarray]:
-    """The reduced gradient of each term as it enters the loss (weight and division by rows included), flat float64."""
+def make_term_gradients(config: Config) -> Callable[[TrainState, Batch], dict[str, np.ndarray]]:
+    """gradients(state, batch): the reduced gradient of each term as it enters the loss (weight and division by rows), flat float64."""
     tables = make_tables(config.model)
 
     def body(net, statistics, rows):
@@ -76,7 +148,11 @@ def term_gradients(config: Config, state: TrainState, batch: Batch) -> dict[str,
 
     device_mesh = make_mesh(config)
     compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "state", "batch"), outputs="result"))
-    learned = state.learned
-    leaves = jax.device_get(convert.to_named(compiled(learned.net, learned.statistics, mesh.put_batches(device_mesh, [batch]))))
-    flat = np.concatenate([np.asarray(leaf, np.float64).reshape(len(LOSS_WEIGHTS), -1) for leaf in leaves.values()], axis=1)
-    return dict(zip(LOSS_WEIGHTS, flat, strict=True))
+
+    def gradients(state, batch):
+        learned = state.learned
+        leaves = jax.device_get(convert.to_named(compiled(learned.net, learned.statistics, mesh.put_batches(device_mesh, [batch]))))
+        flat = np.concatenate([np.asarray(leaf, np.float64).reshape(len(LOSS_WEIGHTS), -1) for leaf in leaves.values()], axis=1)
+        return dict(zip(LOSS_WEIGHTS, flat, strict=True))
+
+    return gradients

@@ -53,7 +53,8 @@ def run_demo(folder: Path, sample: Path, options: dict) -> int:
 
         curves = {side.name: losses(side, progress) for side in (old, new)}
     same = curves[old.name] == curves[new.name]
-    console.print(f"5. {RUN_STEPS} steps with each: losses {'equal in every bit' if same else 'DIFFERENT'}", highlight=False)
+    run_section = losses_section(curves)
+    console.print(f"5. {run_section['title']}: {run_section['verdict']}", highlight=False)
     passed = check.passed and comparison.equal and caught and same
     verdict = (
         f"{'PASSED' if passed else 'FAILED'}: old and new stack {'agree in every bit' if comparison.equal else 'differ'}; "
@@ -64,14 +65,7 @@ def run_demo(folder: Path, sample: Path, options: dict) -> int:
         report.comparison_section(comparison, f"{STEPS} steps through both stacks", "Identical rows, options and start; every leaf of every stage."),
         report.comparison_section(faulty, "The naive port, caught", "pmean(grad(loss)) with parameters that were not cast to varying first."),
         audit_section(objective),
-        {
-            "title": f"{RUN_STEPS} steps with each stack",
-            "text": "The loss of every step; below, the difference.",
-            "columns": ["stack", "first loss", "last loss"],
-            "rows": [[name, f"{curve[0]:.4f}", f"{curve[-1]:.4f}"] for name, curve in curves.items()],
-            "verdict": f"losses {'equal in every bit' if same else 'DIFFERENT'}",
-            "image_png": report.plot_losses(curves),
-        },
+        run_section,
         report.limits_section(),
     ]
     facts = report.environment_facts() | run.tape_facts(tape)
@@ -92,6 +86,18 @@ def losses(side: Side, progress: Progress) -> list[float]:
         if len(curve) == RUN_STEPS:
             return curve
     raise ValueError(f"the run ends after {len(curve)} steps: raise max_training_samples")
+
+
+def losses_section(curves: dict[str, list[float]]) -> dict:
+    old, new = curves.values()
+    return {
+        "title": f"{RUN_STEPS} steps with each stack",
+        "text": "The loss of every step; below, the difference.",
+        "columns": ["stack", "first loss", "last loss"],
+        "rows": [[name, f"{curve[0]:.4f}", f"{curve[-1]:.4f}"] for name, curve in curves.items()],
+        "verdict": f"losses {'equal in every bit' if old == new else 'DIFFERENT'}",
+        "image_png": report.plot_losses(curves),
+    }
 
 
 def mesh_section(check: mesh_check.MeshCheck) -> dict:

@@ -16,7 +16,7 @@ from .run import old_stack, record_shown
 from .trace import Tape
 
 STEPS = 3
-DEVICES = 8
+DEVICES = 8  # of the tape on which all faults show
 COLUMNS = ("fault", "planted", "found", "leaf", "leaves", "largest change of the loss", "printed loss", "verdict")
 
 

@@ -389,3 +389,25 @@ def plot_losses(curves: dict[str, list[float]]) -> bytes:
     picture = io.BytesIO()
     canvas.print_png(picture)
     return picture.getvalue()
+
+
+def plot_errors(comparison: Comparison) -> bytes:
+    """PNG of every leaf's error against float64 over its limit, by stage: left of the line is within. ValueError without a reference."""
+    leaves = [leaf for leaf in comparison.leaves if leaf.x_of_limit]
+    if not leaves:
+        raise ValueError("no leaf has an error against a reference: there is nothing to draw")
+    stages = [stage for stage in STAGES if any(leaf.stage == stage for leaf in leaves)]
+    figure = Figure(figsize=(7, 0.5 + 0.4 * len(stages)), dpi=130, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    spread = np.random.default_rng(0)
+    for row, stage in enumerate(stages):
+        x = np.array([leaf.x_of_limit for leaf in leaves if leaf.stage == stage])
+        axes.scatter(x, row + spread.uniform(-0.25, 0.25, len(x)), s=4, alpha=0.4, linewidths=0, color="#08306b")
+    axes.axvline(1, color="#a50f15")
+    axes.set(xscale="log", xlabel="error of the new side / limit", yticks=range(len(stages)), yticklabels=stages)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3, axis="x")
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    return picture.getvalue()

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kgo_shard.__main__ import SAMPLE, SAMPLE_OPTIONS
-from kgo_shard.batches import find_files
+from kgo_shard.__main__ import fault_input
 from kgo_shard.diff import fault_matrix
 from kgo_shard.diff.faults import FAULTS
 
@@ -37,9 +36,7 @@ SUBSET = (
 @pytest.fixture(scope="module")
 def findings():
     """Old and new are equal without a fault, or `run_faults` raises."""
-    options = SAMPLE_OPTIONS | {"log_grad_norm": True, "data_parallel": True, "data_parallel_devices": 8, "seed": 7}
-    files = find_files(SAMPLE / "train"), find_files(SAMPLE / "val")
-    return {found.name: found for found in fault_matrix.run_faults(SUBSET, options, *files)}
+    return {found.name: found for found in fault_matrix.run_faults(SUBSET, *fault_input())}
 
 
 @pytest.mark.parametrize("name", SUBSET)
