@@ -70,6 +70,23 @@ def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -
     raise ValueError(f"the run ends after {len(trace) - 1} steps, before the {tape.steps} that are compared: raise max_training_samples")
 
 
+def record_states(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> list[dict[str, np.ndarray]]:
+    """The trace of the training step alone: state and metrics after every compiled call, without what happens inside a step.
+
+    Half the programs to compile. A call's last step may lie beyond the tape's. Raises ValueError as `record` does.
+    """
+    state, done = side.start(), 0
+    trace = [state_stages(side.to_host(state))]
+    for chunk in side.chunks(lambda: state):
+        state, metrics = side.step(state, chunk)
+        trace.append(state_stages(side.to_host(state)) | metric_stages(metrics, np.float32))
+        done += len(chunk)
+        on_step()
+        if done >= tape.steps:
+            return trace
+    raise ValueError(f"the run ends after {done} steps, before the {tape.steps} that are compared: raise max_training_samples")
+
+
 def state_stages(host: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The leaves of `to_host` under the names of their stages."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kgo_shard.diff.trace import Side, Tape, record, state_stages
+from kgo_shard.diff.trace import Side, Tape, record, record_states, state_stages
 
 
 def make_side(step, num_chunks=10, per_chunk=1) -> Side:
@@ -49,8 +49,15 @@ def test_without_a_step_the_probe_goes_on():
 
 
 def test_a_run_that_ends_early_is_an_error():
-    with pytest.raises(ValueError, match="ends after 2 steps"):
-        record(make_side(stepped, num_chunks=2), Tape({}, [], 3))
+    for recorder in (record, record_states):
+        with pytest.raises(ValueError, match="ends after 2 steps"):
+            recorder(make_side(stepped, num_chunks=2), Tape({}, [], 3))
+
+
+def test_states_alone_have_one_entry_a_call():
+    trace = record_states(make_side(stepped, per_chunk=2), Tape({}, [], 4))
+    assert [float(entry["parameters/w"]) for entry in trace] == [0, 2, 4]
+    assert set(trace[1]) == {"parameters/w", "counts/step", "metrics/loss", "learning_rate"}
 
 
 def test_a_state_leaf_of_no_stage_is_refused():
