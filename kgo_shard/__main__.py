@@ -46,6 +46,7 @@ def make_parser() -> Parser:
     diff.add_argument("--exact", action="store_true", help="restart in exact mode, where equal bits are demanded")
     diff.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
     diff.add_argument("--fault", help="plant this fault in the new side (a wrong name lists them)")
+    diff.add_argument("--legacy-python", metavar="PYTHON", help="run the old stack under this interpreter too, with its own JAX (0.4.35, 0.7.2)")
     diff.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
     add_options(diff, leave_out=("data_parallel", "data_parallel_devices"))
 
@@ -153,6 +154,9 @@ def run_diff(arguments, argv) -> int:
         facts = report.environment_facts() | run.tape_facts(tape)
         for name, value in facts.items():
             console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+        if arguments.legacy_python:
+            flags = EXACT_FLAGS if is_exact() else ()
+            return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), console)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
     console.print(report.comparison_table(comparison, all_leaves=arguments.all_leaves))
     if arguments.report:
@@ -163,6 +167,22 @@ def run_diff(arguments, argv) -> int:
         )
         console.print(f"report: {', '.join(map(str, paths))}", highlight=False)
     return comparison.exit_code
+
+
+def show_drifts(drifts, console: Console) -> int:
+    from .diff import report
+
+    parts = {
+        f"Migration: old against new, JAX {jax.__version__}": drifts.migration,
+        f"Upgrade: the old stack, JAX {drifts.there} against {jax.__version__}": drifts.upgrade,
+        f"Both: old on JAX {drifts.there} against new on {jax.__version__}": drifts.both,
+    }
+    for title, comparison in parts.items():
+        console.print(title, style="bold", highlight=False)
+        console.print(report.comparison_table(comparison))
+    for title, comparison in parts.items():
+        console.print(f"{title}: {comparison.verdict()}", highlight=False, soft_wrap=True)
+    return drifts.exit_code
 
 
 def make_tape(arguments):

@@ -1,17 +1,19 @@
 """Both sides through one tape, and the verdict."""
 
+import os
+import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jax.typing import ArrayLike as Array
 from rich.progress import Progress
 
 from ..config import Config, ConfigError
-from . import compare, shard_side
+from . import compare, recording, shard_side
 from .faults import FAULTS
 from .trace import Side, Tape, record
 
@@ -49,6 +51,50 @@ def record_reference(tape: Tape, progress: Progress | None):
             tape = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
             legacy_side.save_start(tape.checkpoint, tape.options)
         return record_shown(legacy_side.make_reference(tape), tape, progress)
+
+
+class Drifts(NamedTuple):
+    """One tape through the old stack under another interpreter, and through both stacks here."""
+
+    there: str  # the other interpreter's JAX
+    migration: compare.Comparison  # old against new, both here
+    upgrade: compare.Comparison  # the old stack there against the old stack here
+    both: compare.Comparison  # the old stack there against the new one here
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if all(found.equal for found in (self.migration, self.upgrade, self.both)) else 1
+
+
+def diff_across(tape: Tape, exact: bool, legacy_python: str, flags: Sequence[str], progress: Progress | None = None) -> Drifts:
+    """What moving does, and what upgrading JAX does, told apart. The old stack also runs under `legacy_python`.
+
+    Between JAX versions the three-way bound holds, against a float64 run here. Raises ConfigError where the other
+    interpreter fails, with the last line that it printed.
+    """
+    legacy_side = old_stack()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if tape.checkpoint is None:
+            tape = tape._replace(checkpoint=folder / recording.CHECKPOINT)
+            legacy_side.save_start(tape.checkpoint, tape.options)
+        recording.write_tape(folder, tape)
+        program = Path(__file__).with_name("legacy_process.py")
+        devices = tape.options.get("data_parallel_devices") or 1
+        try:
+            command = [legacy_python, str(program), str(folder), str(devices), *flags]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""}, check=False)
+        except OSError as error:
+            raise ConfigError(f"--legacy-python {legacy_python}: cannot be started ({error.strerror})") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise ConfigError(f"--legacy-python {legacy_python}: exit code {done.returncode}: {last}")
+        there, facts = recording.read_trace(folder)
+        here = record_shown(legacy_side.make_side(tape), tape, progress)
+        new = record_shown(shard_side.make_side(tape), tape, progress)
+        reference = record_reference(tape, progress)
+    migration = compare.compare(here, new, None if exact else reference)
+    return Drifts(facts["JAX"], migration, compare.compare(there, here, reference), compare.compare(there, new, reference))
 
 
 class Steps(Protocol):

@@ -1,0 +1,69 @@
+"""A tape and a trace in a folder, so that one interpreter's run can be compared with another's.
+
+    tape.json             options, files, steps
+    checkpoint_jax.pkl    where the run starts
+    trace.npz             every leaf of every step, "<step>/<stage>/<leaf>"; bfloat16 as uint16, which NumPy's files can hold
+    facts.json            who made the trace: side, JAX, flags; and which leaves are bfloat16
+
+Needs NumPy alone, so that it also runs beside a JAX that kgo_shard does not support.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from .trace import Tape
+
+CHECKPOINT = "checkpoint_jax.pkl"
+
+
+class RecordingError(ValueError):
+    """A folder that is not a recording; the message names the file."""
+
+
+def write_tape(folder: Path, tape: Tape):
+    """The tape, its start copied into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tape.checkpoint is None:
+        raise RecordingError("a tape that is recorded needs a checkpoint to start from: another interpreter may draw other numbers from the seed")
+    if tape.checkpoint != folder / CHECKPOINT:
+        shutil.copyfile(tape.checkpoint, folder / CHECKPOINT)
+    content = {"options": tape.options, "files": [str(Path(path).resolve()) for path in tape.files], "steps": tape.steps}
+    (folder / "tape.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_tape(folder: Path) -> Tape:
+    try:
+        content = json.loads((folder / "tape.json").read_text())
+        return Tape(content["options"], [Path(path) for path in content["files"]], content["steps"], folder / CHECKPOINT)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordingError(f"{folder / 'tape.json'}: not a tape ({type(error).__name__}: {error})") from None
+
+
+def write_trace(folder: Path, trace: list[dict[str, np.ndarray]], facts: dict):
+    arrays = {f"{step}/{name}": np.asarray(leaf) for step, stages in enumerate(trace) for name, leaf in stages.items()}
+    bfloat16 = [name for name, leaf in arrays.items() if leaf.dtype == ml_dtypes.bfloat16]
+    np.savez_compressed(folder / "trace.npz", **arrays | {name: arrays[name].view(np.uint16) for name in bfloat16})
+    (folder / "facts.json").write_text(json.dumps(facts | {"bfloat16": bfloat16}, indent=1) + "\n")
+
+
+def read_trace(folder: Path) -> tuple[list[dict[str, np.ndarray]], dict]:
+    """The trace and the facts about it. Raises RecordingError naming a file that is missing or damaged."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text())
+        # Opened here: NumPy leaves a damaged file open.
+        with open(folder / "trace.npz", "rb") as file, np.load(file) as content:
+            arrays = {name: content[name] for name in content}
+        arrays |= {name: arrays[name].view(ml_dtypes.bfloat16) for name in facts["bfloat16"]}
+    except Exception as error:  # a damaged zip raises whatever its bytes happen to mean
+        raise RecordingError(f"{folder}: not a recorded trace ({type(error).__name__}: {error})") from None
+    trace: list[dict[str, np.ndarray]] = []
+    for name, leaf in arrays.items():
+        step, _, key = name.partition("/")
+        while len(trace) <= int(step):
+            trace.append({})
+        trace[int(step)][key] = leaf
+    return trace, facts
