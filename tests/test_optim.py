@@ -79,7 +79,7 @@ def test_the_cosine_ends_at_zero_and_warm_up_is_at_least_a_step():
     config = Config(lr=3.0, batch_size=16, warmup_samples=15, max_training_samples=11 * 16)
     assert [optim.learning_rate(config, step) for step in (0, 1)] == [3.0, 3.0]
     assert optim.learning_rate(config, 6) == pytest.approx(1.5, rel=1e-15) and optim.learning_rate(config, 11) == 0
-    assert optim.learning_rate(config.replace(max_training_samples=0), 1) == 3.0  # total and its distance are at least 1
+    assert optim.learning_rate(config.replace(max_training_samples=1), 1) == 3.0  # total and its distance are at least 1
 
 
 def test_a_constant_rate_has_no_warm_up():

@@ -14,7 +14,7 @@ def tape(tmp_path_factory) -> Tape:
     options = SAMPLE_OPTIONS | {"log_grad_norm": True, "data_parallel": True, "data_parallel_devices": 8, "seed": 7}
     start = tmp_path_factory.mktemp("start") / "checkpoint_jax.pkl"
     legacy_side.save_start(start, options)
-    return Tape(options, find_files(SAMPLE / "train"), 3, start)
+    return Tape(options, find_files(SAMPLE / "train"), 3, start, find_files(SAMPLE / "val"))
 
 
 @pytest.fixture(scope="session")

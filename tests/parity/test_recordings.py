@@ -22,7 +22,9 @@ CASE = "tiny_f32"
 def test_the_recordings_were_reproduced_within_limits(version):
     results = json.loads((RESULTS / f"recordings_jax_{version}.json").read_text())
     assert results["environment"]["JAX"] == version
-    assert set(results["cases"]) == set(recordings.CASES)
+    # All of both modes on the newest JAX that the project's Python runs; elsewhere the recordings of exact mode.
+    wanted = set(recordings.CASES) if version == "0.10.2" else {case for case in recordings.CASES if case.endswith("/exact")}
+    assert wanted <= set(results["cases"]) <= set(recordings.CASES)
     for case, stacks in results["cases"].items():
         assert set(stacks) == set(recordings.STACKS)
         for stack, result in stacks.items():
@@ -39,7 +41,7 @@ def expected_groups(case: str) -> set[str]:
     groups |= {f"kept checkpoints: {stage}" for stage in ("parameters", "moments", "moving statistics")}
     if not case.startswith("single_device"):
         groups |= {f"D devices: {stage}" for stage in ("loss terms", "gradient", "metrics", "moving statistics")}
-    if not case.startswith("adamw_bf16compute"):
+    if case.startswith(("adamw_f32", "single_device", "muon_attn", "stacked")):
         groups |= {"kept checkpoints: ema"}
     if not case.endswith("/exact"):
         groups |= {"log", "meta of the checkpoint"}
