@@ -15,7 +15,8 @@ from . import compact
 from .legacy.replay_recording import EPOCH_SEED, options_of
 
 
-@pytest.fixture(scope="module", params=compact.CASES)
+# The first case's programs are those of other tests; the others' are their own.
+@pytest.fixture(scope="module", params=[compact.CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in compact.CASES[1:])])
 def recording(request):
     return compact.load(request.param)
 

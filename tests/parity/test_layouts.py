@@ -112,6 +112,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stack", [legacy_pmap, kgo_shard], ids=lambda stack: stack.__name__)
 @pytest.mark.parametrize(("layout", "options"), RESUMED, ids=[layout for layout, _ in RESUMED])
 def test_a_resumed_run_equals_the_uninterrupted_one(stack, layout, options, rows9, tmp_path):

@@ -6,6 +6,9 @@ from kgo_shard.diff import noise
 from kgo_shard.diff.compare import compare
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def floor(tape):
     return noise.measure(tape)

@@ -80,6 +80,7 @@ def test_the_old_step_lowers_at_full_size_and_holds_the_same(name):
     assert struct(tuple(carry[:3])) == struct(arguments[0]) and metrics.shape[-1] == 26
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROFILES)
 def test_both_train_the_profile_at_a_reduced_size(name, tmp_path, rows9, capsys):
     printed, states = {}, {}
