@@ -484,7 +484,11 @@ def epoch_seed_without_step():
     """A resumed run that draws the first epoch again: the original adds the step to the seed."""
 
     def faulty(original):
-        return lambda files, config, current: original(files, config.replace(seed=config.seed - current().step), current)
+        def chunks(files, config, current):
+            resumed_at = current().step
+            return original(files, config, lambda: dataclasses.replace(current(), step=current().step - resumed_at))
+
+        return chunks
 
     return replaced(shard_side, "training_chunks", faulty)
 
