@@ -25,7 +25,6 @@ EXACT_STAGES = frozenset({"batch", "counts"})
 CHANGE_STAGES = frozenset({"parameters", "ema"})
 GRADIENT_STAGE = "reduced_gradient"
 NORM_STAGES = frozenset({"norm", "clip"})
-BFLOAT16_NORM = float(ml_dtypes.finfo(ml_dtypes.bfloat16).eps) / 2  # see the table
 SCHEDULE_STAGES = frozenset({"learning_rate"})
 
 
@@ -105,11 +104,11 @@ LIMITS = (
         "leaf for ever.",
     ),
     Limit(
-        "matrix: the gradient norm with bfloat16 parameters, on one device without pmap",
-        "half a unit in the last place of bfloat16 x the norm; all else equal bits",
-        "The original has no reduction there, and XLA may hand a gradient to the norm before it is rounded to bfloat16. shard_map "
-        "over a mesh of one device has its reduction in between, so the norm is that of the rounded gradient, and "
-        "| ||round(g)|| - ||g|| | <= ||round(g) - g||. With pmap, also over one device, or with float32 parameters, bits are equal.",
+        "matrix: parameters in bfloat16, on one device without pmap",
+        "the three-way bound, also in exact mode",
+        "The original has no reduction there, and XLA may use a gradient before it is rounded to bfloat16. shard_map over a mesh of "
+        "one device has its reduction in between, so the norm, the clip and SGD take the rounded gradient. With pmap, also over "
+        "one device, or with float32 parameters, bits are equal.",
     ),
     Limit(
         "recordings: first moments of head biases whose terms cancel",
