@@ -197,7 +197,7 @@ def history_drawn_twice():
 
 
 def target_column_off_by_one():
-    return mock.patch.object(layout.Column, "lead", layout.Column.lead - 1)
+    return mock.patch.object(layout.Column, "score_mean", layout.Column.score_mean - 1)
 
 
 def metrics_averaged():
