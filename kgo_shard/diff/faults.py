@@ -218,7 +218,7 @@ def local_weight_normalisation():
 
 
 def stop_gradient_dropped():
-    """In one term: the weights of the short-term optimistic policy push the value head."""
+    """In one term: the predicted error is pulled towards a real one that moves with it."""
 
     def faulty(original):
         def term(*arguments):
@@ -227,7 +227,7 @@ def stop_gradient_dropped():
 
         return term
 
-    return replaced(loss, "short_term_optimism_loss", faulty)
+    return replaced(loss, "value_error_loss", faulty)
 
 
 def clip_before_reduction():
