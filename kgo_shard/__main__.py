@@ -116,6 +116,11 @@ def start_devices(count: int):
         raise ConfigError(f"--devices {count}: this process has {jax.local_device_count()}; ask for fewer")
 
 
+def make_console() -> Console:
+    """Wide where nobody looks: a table in a file or a pipe is not folded to 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
 def is_exact() -> bool:
     return set(EXACT_FLAGS) <= set(os.environ.get("XLA_FLAGS", "").split())
 
@@ -214,7 +219,7 @@ def run_faults(arguments, argv) -> int:
 
     check_faults(arguments.only, "--only")
     start_devices(fault_matrix.DEVICES)
-    console, findings = Console(), []
+    console, findings = make_console(), []
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("faults", total=len(arguments.only or FAULTS))
         for found in fault_matrix.run_faults(arguments.only or FAULTS, *fault_input(), progress):
@@ -237,7 +242,7 @@ def run_collectives(arguments, argv) -> int:
 
     start_devices(arguments.devices)
     audits = collectives.audit(make_tape(arguments))
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = make_console()
     for section in collectives.sections(audits):
         console.print(report.section_table(section))
     return 0 if all(found.equal for found in audits.values()) else 1
@@ -286,7 +291,7 @@ def run_noise(arguments, argv) -> int:
 def run_ledger(arguments, argv) -> int:
     from .diff import ledger, report
 
-    Console(width=None if sys.stdout.isatty() else 200).print(report.section_table(ledger.ledger_section(from_arguments(arguments))))
+    make_console().print(report.section_table(ledger.ledger_section(from_arguments(arguments))))
     return 0
 
 
