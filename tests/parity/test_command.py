@@ -42,7 +42,7 @@ def test_a_fault_exits_with_1_and_is_named(tmp_path):
         (("--steps", "0"), "--steps 0"),
         (("--devices", "0"), "--devices 0"),
         (("--lr", "nan"), "lr"),
-        (("--optimizer", "muon"), "optimizer"),
+        (("--optimizer", "lion"), "optimizer"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_2_and_one_line(arguments, named, tmp_path):
