@@ -1,5 +1,7 @@
 """The `kgo-shard` command: what it starts, and its exit codes."""
 
+import subprocess
+import sys
 import os
 import sys
 
@@ -159,3 +161,16 @@ def test_devices_are_there_or_refused():
     assert jax.local_device_count() == 16
     with pytest.raises(ConfigError, match="--devices 17: this process has 16"):
         command.start_devices(17)
+
+
+def test_no_import_starts_jax():
+    """The commands ask for their devices after their imports: an array made at import would leave them one device."""
+    code = (
+        "import importlib, pkgutil, jax, kgo_shard\n"
+        "for module in pkgutil.walk_packages(kgo_shard.__path__, 'kgo_shard.'):\n"
+        "    if not module.name.endswith(('legacy_side', 'legacy_process')):\n"
+        "        importlib.import_module(module.name)\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "assert jax.local_device_count() == 3\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -93,7 +93,7 @@ def ledger_section(found: Ledger) -> dict:
     }
 
 
-WARM = MovingStatistics(jnp.float32(10.0), jnp.float32(500.0))  # a long run's: the decay 0.998 forgets after 500 steps
+WARM = MovingStatistics(np.float32(10.0), np.float32(500.0))  # host numbers: JAX must not start at import; a long run's: the decay 0.998 forgets after 500 steps
 
 
 def objective_ledger(config: Config, batch: Batch, load) -> Ledger:
