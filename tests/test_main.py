@@ -1,8 +1,7 @@
 """The `kgo-shard` command: what it starts, and its exit codes."""
 
-import subprocess
-import sys
 import os
+import subprocess
 import sys
 
 import jax

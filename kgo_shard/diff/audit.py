@@ -93,7 +93,8 @@ def ledger_section(found: Ledger) -> dict:
     }
 
 
-WARM = MovingStatistics(np.float32(10.0), np.float32(500.0))  # host numbers: JAX must not start at import; a long run's: the decay 0.998 forgets after 500 steps
+# A long run's: the decay 0.998 forgets after 500 steps. Host numbers, for JAX must not start at import.
+WARM = MovingStatistics(np.float32(10.0), np.float32(500.0))
 
 
 def objective_ledger(config: Config, batch: Batch, load) -> Ledger:
