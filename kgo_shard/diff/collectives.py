@@ -38,8 +38,15 @@ def lowered_collectives(text: str) -> Counter[Collective]:
         groups = re.search(r"replica_groups = dense<.*?> : tensor<(\d+)x(\d+)xi64>", rest[:end])
         for shape in re.findall(r"tensor<([^>]*)>", operands):
             *sizes, dtype = shape.split("x")
-            found[Collective(kind, dtype, product(sizes), int(groups[2]) if groups else 0)] += 1
+            found[Collective(kind, dtype, product(sizes), int(groups[2]) if groups else axis_size(rest[:end], text))] += 1
     return found
+
+
+def axis_size(operation: str, text: str) -> int:
+    """The size of the mesh axis that JAX 0.12 names in place of groups; 0 if there is none."""
+    axis = re.search(r'replica_group_mesh_axes<.*?name = "(\w+)"', operation)
+    size = axis and re.search(f'"{axis[1]}"=(\\d+)', text)
+    return int(size[1]) if size else 0
 
 
 def compiled_collectives(text: str) -> Counter[Collective]:
@@ -49,8 +56,8 @@ def compiled_collectives(text: str) -> Counter[Collective]:
     for line in text.splitlines():
         match = re.search(r"= (.*?) (" + names + r")(?:-start)?\(", line)
         if match:
-            groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[(\d+),(\d+)\])", line)
-            size = 0 if groups is None else int(groups[3]) if groups[3] else len(groups[1].split(","))
+            groups = re.search(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]|mesh\['\w+'=(\d+)\])", line)
+            size = 0 if groups is None else len(groups[1].split(",")) if groups[1] else int(groups[2] or groups[3])
             for dtype, sizes in re.findall(r"\b(" + "|".join(DTYPES) + r")\[([\d,]*)\]", match[1]):
                 found[Collective(match[2].replace("-", "_"), dtype, product(sizes.split(",")), size)] += 1
     return found
