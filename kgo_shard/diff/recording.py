@@ -1,6 +1,6 @@
 """A tape and a trace in a folder, so that one interpreter's run can be compared with another's.
 
-    tape.json             options, files, steps
+    tape.json             options, training and validation files, steps
     checkpoint_jax.pkl    where the run starts
     trace.npz             every leaf of every step, "<step>/<stage>/<leaf>"; bfloat16 as uint16, which NumPy's files can hold
     facts.json            who made the trace: side, JAX, flags; and which leaves are bfloat16
@@ -31,14 +31,16 @@ def write_tape(folder: Path, tape: Tape):
         raise RecordingError("a tape that is recorded needs a checkpoint to start from: another interpreter may draw other numbers from the seed")
     if tape.checkpoint != folder / CHECKPOINT:
         shutil.copyfile(tape.checkpoint, folder / CHECKPOINT)
-    content = {"options": tape.options, "files": [str(Path(path).resolve()) for path in tape.files], "steps": tape.steps}
+    files = {name: [str(Path(path).resolve()) for path in getattr(tape, name)] for name in ("files", "validation")}
+    content = {"options": tape.options, "steps": tape.steps} | files
     (folder / "tape.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read_tape(folder: Path) -> Tape:
     try:
         content = json.loads((folder / "tape.json").read_text())
-        return Tape(content["options"], [Path(path) for path in content["files"]], content["steps"], folder / CHECKPOINT)
+        files, validation = ([Path(path) for path in content[name]] for name in ("files", "validation"))
+        return Tape(content["options"], files, content["steps"], folder / CHECKPOINT, validation)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordingError(f"{folder / 'tape.json'}: not a tape ({type(error).__name__}: {error})") from None
 

@@ -29,11 +29,13 @@ def test_a_trace_comes_back_as_it_went(trace, tmp_path):
 def test_a_tape_comes_back_with_its_start(tmp_path, rows9):
     start = tmp_path / "start.pkl"
     start.write_bytes(b"anything")
-    tape = Tape({"pos_len": 9, "ema_decay": 0.9}, sorted((rows9 / "train").glob("*.npz")), 7, start)
+    train, val = (sorted((rows9 / folder).glob("*.npz")) for folder in ("train", "val"))
+    tape = Tape({"pos_len": 9, "ema_decay": 0.9}, train, 7, start, val)
     recording.write_tape(tmp_path / "tape", tape)
     back = recording.read_tape(tmp_path / "tape")
     assert (back.options, [*map(str, back.files)], back.steps) == (tape.options, [str(path.resolve()) for path in tape.files], 7)
     assert back.checkpoint.read_bytes() == b"anything"
+    assert [*map(str, back.validation)] == [str(path.resolve()) for path in val] != []
 
 
 def test_a_tape_without_a_start_is_refused(tmp_path):
