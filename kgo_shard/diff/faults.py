@@ -41,8 +41,12 @@ def replaced(module, name: str, faulty) -> Iterator[None]:
 
 def first_device(tree):
     """Device 0's value on every device: what `check_vma=False` silently returns for a sum that somebody forgot."""
-    is_first = jax.lax.axis_index(mesh.AXIS) == 0
-    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), mesh.AXIS), tree)
+    return sum_over(tree, jax.lax.axis_index(mesh.AXIS) == 0)
+
+
+def sum_over(tree, counts):
+    """The sum over the devices on which `counts` is true."""
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(counts, x, jnp.zeros_like(x)), mesh.AXIS), tree)
 
 
 def naive_port():
@@ -246,20 +250,11 @@ def clip_before_reduction():
 def beta_in_double():
     """1 - beta taken in double precision and rounded: 0.1, where the original has 0.10000002."""
 
-    def faulty(original):
-        def transform(precision):
-            good = original(precision)
+    def change(update, gradients, state, extra):
+        direction, new = update(gradients, state, **extra)
+        return direction, new._replace(m=jax.tree.map(lambda g, m: jnp.float32(0.9) * m + jnp.float32(0.1) * g, gradients, state.m))
 
-            def update(gradients, state, params=None, **extra):
-                direction, new = good.update(gradients, state, params, **extra)
-                exact = jax.tree.map(lambda g, m: jnp.float32(0.9) * m + jnp.float32(0.1) * g, gradients, state.m)
-                return direction, new._replace(m=exact)
-
-            return type(good)(good.init, update)
-
-        return transform
-
-    return replaced(optim, "scale_by_adam", faulty)
+    return _faulty_transform("scale_by_adam", change)
 
 
 def gradients_reduced_twice():
@@ -275,9 +270,8 @@ def half_the_mesh():
 
     def faulty(_):
         def reduced(gradients):
-            size = jax.lax.axis_size(mesh.AXIS)
-            counts = jax.lax.axis_index(mesh.AXIS) < size // 2
-            return jax.tree.map(lambda g: jax.lax.psum(jnp.where(counts, g, jnp.zeros_like(g)), mesh.AXIS) / (size // 2), gradients)
+            half = jax.lax.axis_size(mesh.AXIS) // 2
+            return jax.tree.map(lambda g: g / half, sum_over(gradients, jax.lax.axis_index(mesh.AXIS) < half))
 
         return reduced
 
@@ -289,8 +283,7 @@ def automatic_sum_in_bfloat16():
 
     def faulty(original):
         def gradient(*arguments):
-            with mock.patch.object(reduce, "to_local", lambda tree: tree):
-                gradients, terms = original(*arguments)
+            gradients, terms = _without_cast(original)(*arguments)
             return jax.tree.map(lambda g: g / jax.lax.axis_size(mesh.AXIS), gradients), terms
 
         return gradient
@@ -363,20 +356,17 @@ def muon_momentum_averaged():
     return _faulty_transform("scale_by_muon", change)
 
 
+def _uncut(left_whole: str):
+    """The matrices with this label as whole ones."""
+    return replaced(muon, "split", lambda original: lambda m, cut, config: m if cut == left_whole else original(m, cut, config))
+
+
 def muon_without_heads():
-    """Queries, keys and values as whole matrices."""
-
-    def faulty(original):
-        return lambda m, cut, config: m if cut == muon.BY_HEADS else original(m, cut, config)
-
-    return replaced(muon, "split", faulty)
+    return _uncut(muon.BY_HEADS)
 
 
 def muon_without_row_split():
-    def faulty(original):
-        return lambda m, cut, config: m if cut == muon.BY_ROWS else original(m, cut, config)
-
-    return replaced(muon, "split", faulty)
+    return _uncut(muon.BY_ROWS)
 
 
 def muon_scaled_otherwise():
@@ -440,10 +430,7 @@ def evaluation_of_ema():
         def make(config):
             evaluate = original(config)
 
-            def with_ema(state, batch):
-                return evaluate(dataclasses.replace(state, learned=dataclasses.replace(state.learned, net=state.learned.ema)), batch)
-
-            return with_ema
+            return lambda state, batch: evaluate(_with_learned(state, net=state.learned.ema), batch)
 
         return make
 
