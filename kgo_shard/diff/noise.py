@@ -13,10 +13,9 @@ from .trace import Tape
 COLUMNS = ("stage", "one ulp in the parameters", "devices in reverse order", "old against new", "verdict")
 
 
-def measure(tape: Tape, progress: Progress | None = None) -> dict[str, compare.Comparison]:
-    """{"perturbed": ..., "reordered": ...}: the old side against itself, changed so."""
+def measure(tape: Tape, plain: compare.Trace, progress: Progress | None = None) -> dict[str, compare.Comparison]:
+    """{"perturbed": ..., "reordered": ...}: the old side's probed trace `plain` against the old side, changed so."""
     legacy_side = old_stack()
-    plain = record_shown(legacy_side.make_side(tape, probe_only=True), tape, progress)
     sides = {"perturbed": legacy_side.make_perturbed(tape), "reordered": legacy_side.make_reordered(tape)}
     return {name: compare.compare(plain, record_shown(side, tape, progress)) for name, side in sides.items()}
 

@@ -33,14 +33,14 @@ def certify(monkeypatch, tmp_path, capsys):
 
     def run(new=None, losses=(1.0, 2.0), found=None, ledger=None, faults=()):
         traces = {"old": trace(), "new": trace() if new is None else new}
-        monkeypatch.setattr(certificate.run, "old_stack", lambda: SimpleNamespace(make_side=lambda tape: SimpleNamespace(name="old")))
+        monkeypatch.setattr(certificate.run, "old_stack", lambda: SimpleNamespace(make_side=lambda tape, probe_only=False: SimpleNamespace(name="old")))
         monkeypatch.setattr(certificate.shard_side, "make_side", lambda tape: SimpleNamespace(name="new"))
         monkeypatch.setattr(certificate.run, "record_shown", lambda side, tape, progress: traces[side.name])
         reference = [{n: x.astype(np.float64) + 1e-9 if n[0] == "p" and i else x.astype(np.float64) if n[0] == "p" else x for n, x in s.items()} for i, s in enumerate(trace())]
         monkeypatch.setattr(certificate.run, "record_reference", lambda tape, progress: reference)
         monkeypatch.setattr(certificate.demo, "losses", lambda side, progress: [1.0, losses[0] if side.name == "old" else losses[1]])
         noisy = compare.compare(trace(), trace(1e-6))
-        monkeypatch.setattr(certificate.noise, "measure", lambda tape, progress: {"perturbed": noisy, "reordered": noisy})
+        monkeypatch.setattr(certificate.noise, "measure", lambda tape, plain, progress: {"perturbed": noisy, "reordered": noisy})
         counted = {"lowered": collectives.Audit(Counter({ONE: 2}), Counter({ONE: 2})), "compiled": found or collectives.Audit(Counter({ONE: 1}), Counter({ONE: 1}))}
         monkeypatch.setattr(certificate.collectives, "audit", lambda tape: counted)
         names = ("cold", "warm", "global, cold", "global, warm")

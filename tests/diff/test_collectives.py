@@ -1,5 +1,7 @@
 """The counter of collectives, on programs small enough to know what they hold."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,8 +59,6 @@ def test_the_dtype_of_a_reduction_shows():
 
 def test_a_missing_and_a_doubled_collective_are_named():
     one = Collective("all_reduce", "f32", 6, 8)
-    from collections import Counter
-
     assert Audit(Counter({one: 2}), Counter({one: 1})).verdict() == "DIFFERENT: only the old has 1 all_reduce of 6 f32; only the new has none"
     assert "DIFFERENT" in Audit(Counter(), Counter()).verdict() and not Audit(Counter(), Counter()).equal
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from kgo_shard.diff import noise
+from kgo_shard.diff import legacy_side, noise
 from kgo_shard.diff.compare import compare
+from kgo_shard.diff.trace import record
 
 
 pytestmark = pytest.mark.long
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def floor(tape):
-    return noise.measure(tape)
+    return noise.measure(tape, record(legacy_side.make_side(tape, probe_only=True), tape))
 
 
 def test_only_what_is_computed_is_noisy(floor):
