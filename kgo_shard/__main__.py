@@ -1,6 +1,5 @@
 """The `kgo-shard` command. Exit codes: 0 good, 1 something differs or failed, 2 it could not be tried (one line says why)."""
 
-import argparse
 import os
 import sys
 import tempfile
@@ -40,15 +39,12 @@ def make_parser() -> Parser:
     check.add_argument("--devices", type=int, default=16, help="devices; logical ones on a CPU (default 16)")
 
     diff = commands.add_parser("diff", help="run the old and the new stack side by side and compare every leaf of every stage")
-    diff.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
-    diff.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
-    diff.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start both sides from (default: a fresh start)")
+    add_tape_options(diff)
     diff.add_argument("--exact", action="store_true", help="restart in exact mode, where equal bits are demanded")
     diff.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
     diff.add_argument("--fault", help="plant this fault in the new side (a wrong name lists them)")
     diff.add_argument("--legacy-python", metavar="PYTHON", help="run the old stack under this interpreter too, with its own JAX (0.4.35, 0.7.2)")
     diff.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
-    add_options(diff, leave_out=("data_parallel", "data_parallel_devices"))
 
     faults = commands.add_parser("faults", help="plant every known fault in the new side: is it found, and where?")
     faults.add_argument("--only", nargs="+", metavar="FAULT", default=None, help="some of them (a wrong name lists all)")
@@ -56,22 +52,15 @@ def make_parser() -> Parser:
     faults.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
     certificate = commands.add_parser("certificate", help="all of it on one tape: one page and one JSON file")
-    certificate.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
-    certificate.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
-    certificate.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start from (default: a fresh start)")
+    add_tape_options(certificate)
     certificate.add_argument("--faults", nargs="+", metavar="FAULT", help="plant these only (default: all, which takes most of the time)")
     certificate.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/certificate"), help="default reports/certificate")
-    add_options(certificate, leave_out=("data_parallel", "data_parallel_devices"))
 
     noise = commands.add_parser("noise", help="the noise floor: the old stack against itself where only rounding is changed")
-    noise.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
-    noise.add_argument("--steps", type=int, default=5, help="optimizer steps (default 5)")
-    noise.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start from (default: a fresh start)")
-    add_options(noise, leave_out=("data_parallel", "data_parallel_devices"))
+    add_tape_options(noise)
 
     collectives = commands.add_parser("collectives", help="every collective of both stacks' steps: kind, count, dtype, bytes")
-    collectives.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
-    add_options(collectives, leave_out=("data_parallel", "data_parallel_devices"))
+    add_tape_options(collectives, runs=False)
 
     ledger = commands.add_parser("ledger", help="every piece of state of a run: owner, dtype, placement, saved or not, compared or not")
     add_options(ledger)
@@ -79,6 +68,17 @@ def make_parser() -> Parser:
     demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
     demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
     return parser
+
+
+def add_tape_options(parser: Parser, runs: bool = True):
+    """The flags that `make_tape` reads; where nothing runs there is one step, from a fresh start."""
+    parser.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
+    if runs:
+        parser.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+        parser.add_argument("--checkpoint", type=Path, help="checkpoint_jax.pkl to start both sides from (default: a fresh start)")
+    else:
+        parser.set_defaults(steps=1, checkpoint=None)
+    add_options(parser, leave_out=("data_parallel", "data_parallel_devices"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,7 +194,6 @@ def make_tape(arguments):
     """The tape of parsed `diff` arguments; the shipped rows where no data folder is named."""
     from .diff.trace import Tape
 
-    arguments = argparse.Namespace(**{"steps": 1, "checkpoint": None} | vars(arguments))
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps}: must be at least 1")
     given = {name: value for name, value in vars(arguments).items() if name in Config.__dataclass_fields__}
@@ -215,9 +214,9 @@ def run_faults(arguments, argv) -> int:
     if not is_exact():
         restart_exact(argv)
     from .diff import fault_matrix, report
-    from .diff.faults import FAULTS
+    from .diff.faults import FAULTS, check_names
 
-    check_faults(arguments.only, "--only")
+    check_names(arguments.only, "--only")
     start_devices(fault_matrix.DEVICES)
     console, findings = make_console(), []
     with Progress(console=console, transient=True) as progress:
@@ -250,7 +249,9 @@ def run_collectives(arguments, argv) -> int:
 
 def fault_input() -> tuple[dict, list[Path], list[Path]]:
     """Options, training and validation files on which every fault shows: the shipped rows, on 8 devices."""
-    devices = {"data_parallel": True, "data_parallel_devices": 8}
+    from .diff.fault_matrix import DEVICES
+
+    devices = {"data_parallel": True, "data_parallel_devices": DEVICES}
     # Epochs that start at step 5 draw from seed 7: their first batch has points that nobody owns.
     options = SAMPLE_OPTIONS | {"log_grad_norm": True, "seed": 2} | devices
     return options, find_files(SAMPLE / "train"), find_files(SAMPLE / "val")
@@ -259,20 +260,12 @@ def fault_input() -> tuple[dict, list[Path], list[Path]]:
 def run_certificate(arguments, argv) -> int:
     if not is_exact():
         restart_exact(argv)
-    from .diff import certificate
-    from .diff.faults import FAULTS
+    from .diff import certificate, fault_matrix
+    from .diff.faults import FAULTS, check_names
 
-    check_faults(arguments.faults, "--faults")
-    start_devices(max(arguments.devices, 8))
+    check_names(arguments.faults, "--faults")
+    start_devices(max(arguments.devices, fault_matrix.DEVICES))
     return certificate.certify(arguments.report, make_tape(arguments), arguments.faults or list(FAULTS), fault_input())
-
-
-def check_faults(names: Sequence[str] | None, option: str):
-    from .diff.faults import FAULTS
-
-    for name in names or ():
-        if name not in FAULTS:
-            raise ConfigError(f"{option} {name}: choose from {', '.join(FAULTS)}")
 
 
 def run_noise(arguments, argv) -> int:
@@ -281,10 +274,10 @@ def run_noise(arguments, argv) -> int:
     start_devices(arguments.devices)
     tape, console = make_tape(arguments), Console()
     with Progress(console=console, transient=True) as progress:
-        floor = noise.measure(tape, progress)
         sides = run.old_stack().make_side(tape, probe_only=True), shard_side.make_side(tape, probe_only=True)
-        between = compare.compare(*(run.record_shown(side, tape, progress) for side in sides))
-    console.print(report.section_table(noise.noise_section(floor, between)))
+        old, new = (run.record_shown(side, tape, progress) for side in sides)
+        floor = noise.measure(tape, old, progress)
+    console.print(report.section_table(noise.noise_section(floor, compare.compare(old, new))))
     return 0
 
 

@@ -5,7 +5,7 @@ no switches. The harness must name each at the stage where it was planted, and n
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +17,7 @@ import optax
 
 from .. import augment, batches, checkpoint, convert, layout, loss, mesh, muon, optim, reduce, step
 from .. import state as state_module
+from ..config import ConfigError
 from ..model import RMSNorm
 from . import shard_side
 
@@ -554,3 +555,10 @@ FAULTS = {
     "evaluation_with_training_weight": Fault(evaluation_with_training_weight, "evaluation", "evaluation with training's seki weight", step=3),
     "evaluation_of_ema": Fault(evaluation_of_ema, "evaluation", "evaluation of the moving average", step=3),
 }
+
+
+def check_names(names: Iterable[str] | None, option: str):
+    """ConfigError naming the option, a fault that does not exist, and those that do."""
+    for name in names or ():
+        if name not in FAULTS:
+            raise ConfigError(f"{option} {name}: choose from {', '.join(FAULTS)}")

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from ..config import Config, ConfigError
 from . import compare, recording, shard_side
-from .faults import FAULTS
+from .faults import FAULTS, check_names
 from .trace import Side, Tape, record
 
 
@@ -29,8 +29,7 @@ def old_stack():
 
 def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress | None = None) -> compare.Comparison:
     """Compare old and new: equal bits in exact mode, else the three-way bound against a float64 run of the old side."""
-    if fault is not None and fault not in FAULTS:
-        raise ConfigError(f"--fault {fault}: choose from {', '.join(FAULTS)}")
+    check_names([fault] if fault is not None else [], "--fault")
     legacy_side = old_stack()
     new = shard_side.make_side(tape)  # first: it checks options and devices before anything is compiled
     old_trace = record_shown(legacy_side.make_side(tape), tape, progress)
