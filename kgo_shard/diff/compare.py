@@ -295,7 +295,8 @@ class Level(NamedTuple):
     """How large side A's errors are in one stage of one step."""
 
     typical: float  # median of the relative errors
-    expected: float  # the largest relative error expected of a leaf with many elements
+    expected: float  # the largest error expected of a leaf with many elements, in the unit that the next field names
+    by_rounding: bool  # that unit is the rounding of the leaf's result, not its scale
     element: float  # root mean square of the elements (of their change) in that leaf with a correct digit where it is largest
 
 
@@ -323,7 +324,7 @@ def check_errors(
     by_stage: dict[str, list[Errors]] = {}
     for key, error in errors.items():
         by_stage.setdefault(found[key].stage, []).append(error)
-    levels = {stage: stage_level(group, past.setdefault(stage, []), comparisons) for stage, group in by_stage.items()}
+    levels = {stage: stage_level(stage, group, past.setdefault(stage, []), comparisons) for stage, group in by_stage.items()}
     gradient = by_stage.get(limits.GRADIENT_STAGE, [])
     gradient_error = limits.whole_error([e.a for e in gradient], [e.scale for e in gradient])
     for key, error in errors.items():
@@ -335,7 +336,7 @@ def check_errors(
         if error.unresolved:
             expected = (1.0 if stage in limits.CHANGE_STAGES else expected) * level.element * error.size**0.5
         else:
-            expected *= error.scale
+            expected *= error.rounding if level.by_rounding else error.scale
         results[key] = with_errors(found[key], error, limits.limit_for(limits.old_error(error.a, expected, error.rounding)))
         if level.typical >= 1:
             reason = "side A has no correct digit in most of this stage: is the reference a float64 run of the same steps?"
@@ -345,12 +346,13 @@ def check_errors(
     return results
 
 
-def stage_level(group: list[Errors], past: list[float], comparisons: int) -> Level:
-    relative_errors = [e.relative_a for e in group if e.scale]
+def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int) -> Level:
+    by_scale = [e.relative_a for e in group if e.scale]
+    by_rounding = [e.a / e.rounding for e in group if e.rounding]
+    rounded = stage in limits.CHANGE_STAGES and limits.scatter(by_rounding) < limits.scatter(by_scale)
+    expected = limits.expected_error(by_rounding if rounded else [*by_scale, *past], comparisons)
     element = max((e.scale / e.size**0.5 for e in group if not e.unresolved), default=0.0)
-    return Level(
-        limits.typical_error(relative_errors), limits.expected_error([*relative_errors, *past], comparisons), element
-    )
+    return Level(limits.typical_error(by_scale), expected, rounded, element)
 
 
 def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:

@@ -12,7 +12,7 @@ compared with a float64 run of the same steps, and the new side's error may be a
 Nothing here depends on the new side, and nothing is chosen to make a test pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -79,6 +79,13 @@ LIMITS = (
         "nothing wrong. The leaves of a stage share the arithmetic, so together they tell how large a draw can be: the largest "
         "that is expected once among as many leaves as are compared. Median and median deviation (of the logarithms), because "
         "a leaf whose terms nearly cancel has a relative error thousands of times the others', and a mean would lend it to all.",
+    ),
+    Limit(
+        "expected error in the stages " + ", ".join(sorted(CHANGE_STAGES)),
+        "as above, relative to the change or to the rounding of the result: to that in which the old side's errors scatter less",
+        "Where storing rounds away much of an update (bfloat16 weights), errors are proportional to the weights, not to the changes. As "
+        "parts of the changes they then scatter over powers of ten (a norm's weight of 1 never moves), and one limit that fits them "
+        "all would let pass a weight that was not updated.",
     ),
     Limit(
         "leaves in which the old side has no correct digit",
@@ -185,14 +192,18 @@ def typical_error(errors: Iterable[float]) -> float:
     return float(np.median(positive)) if positive else 0.0
 
 
-def expected_error(errors: Iterable[float], comparisons: int) -> float:
-    """The largest relative error expected of a large leaf among `comparisons`, told from the errors of its stage's leaves."""
+def scatter(errors: Iterable[float]) -> float:
+    """Standard deviation of the logarithms of a stage's relative errors, told from their median deviation; 0 if there are none."""
     logs = np.log([error for error in errors if error > 0])
     if not len(logs):
         return 0.0
     # The median deviation of normal draws is their standard deviation times the normal's upper quartile.
-    deviation = np.median(np.abs(logs - np.median(logs))) / NormalDist().inv_cdf(0.75)
-    return float(np.exp(np.median(logs) + one_in(comparisons) * deviation))
+    return float(np.median(np.abs(logs - np.median(logs))) / NormalDist().inv_cdf(0.75))
+
+
+def expected_error(errors: Sequence[float], comparisons: int) -> float:
+    """The largest relative error expected of a large leaf among `comparisons`, told from the errors of its stage's leaves."""
+    return typical_error(errors) * float(np.exp(one_in(comparisons) * scatter(errors)))
 
 
 def whole_error(error_norms: Iterable[float], scales: Iterable[float]) -> float:

@@ -35,6 +35,19 @@ def test_a_wrong_update_does_not_hide_behind_large_weights():
     assert first.name == "parameters/w" and first.error_b > 0.9 and first.x_of_limit > 100
 
 
+def test_a_bfloat16_weight_that_was_not_updated_is_found_beside_others_whose_updates_are_rounded_away():
+    """Weights of 0.01 to 3, each moved by about 0.001: of the largest the rounding leaves nothing, of the smallest all."""
+    random = np.random.default_rng(0)
+    sizes = {f"parameters/blocks/{i}/w": 10 ** (-2 + i / 8) for i in range(20)}
+    start = {name: (size * random.standard_normal(500)).astype(ml_dtypes.bfloat16) for name, size in sizes.items()}
+    reference = [{name: w.astype(np.float64) for name, w in start.items()}]
+    reference.append({name: w + 0.001 * random.standard_normal(500) for name, w in reference[0].items()})
+    a, b = ([start, {n: (w * (1 + 1e-3 * side)).astype(ml_dtypes.bfloat16) for n, w in reference[1].items()}] for side in (0, 1))
+    assert compare(a, b, reference).equal
+    small = next(iter(sizes))
+    assert compare(a, [start, b[1] | {small: start[small]}], reference).first_bad.name == small
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_storing_the_exact_result_stays_below_the_rounding_error(dtype):
     exact = np.random.default_rng(0).standard_normal((1000, 4))

@@ -57,8 +57,9 @@ def test_the_recorded_run_is_reproduced(recording, stack, tmp_path):
     assert comparison.equal, comparison.verdict()
     assert {leaf.step for leaf in comparison.leaves} == {0, 1} and len(comparison.leaves) == 2 * len(recording.last)
     assert last["step"] == recording.case["steps"] == recording.last["step"]
-    # It can fail: one parameter left as it was, one moment a hundredth too large.
+    # It can fail: one parameter left as it was, one moment a hundredth too large; a tenth where six steps of bfloat16 round by as much.
     name = next(name for name in last if name.endswith("ffn_w1/w"))
     assert not judge(recording, first, last | {name: recording.first[name]}).equal
     moment = name.replace("params/", "opt_state/m/")
-    assert not judge(recording, first, last | {moment: (last[moment] * np.asarray(1.01, last[moment].dtype))}).equal
+    factor = 1.01 if last[moment].dtype == np.float32 else 1.1
+    assert not judge(recording, first, last | {moment: (last[moment] * np.asarray(factor, last[moment].dtype))}).equal
