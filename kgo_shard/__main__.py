@@ -12,9 +12,9 @@ from rich.progress import Progress
 
 from .batches import find_files
 from .config import Config, ConfigError, Parser, add_options, from_arguments
+from .diff.recording import EXACT_FLAGS, is_exact
 from .train import main as train_main
 
-EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
 SAMPLE = Path(__file__).parent.parent / "tests" / "data" / "selfplay9"
 # What `diff` and `demo` run where no data folder is named: the shipped rows and a model that fits them.
 SAMPLE_OPTIONS = {
@@ -46,6 +46,18 @@ def make_parser() -> Parser:
     diff.add_argument("--legacy-python", metavar="PYTHON", help="run the old stack under this interpreter too, with its own JAX (0.4.35, 0.7.2)")
     diff.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
 
+    record = commands.add_parser("record", help="run one side and keep its tape and trace in a folder")
+    record.add_argument("folder", type=Path, metavar="DIR", help="a new folder")
+    add_tape_options(record)
+    add_player_options(record)
+
+    replay = commands.add_parser("replay", help="run a recorded tape again, on either side, and compare with what was recorded")
+    replay.add_argument("folder", type=Path, metavar="DIR", help="what `record` wrote, or a recording of the original (case.json)")
+    replay.add_argument("--datadir", type=Path, metavar="DATA", help="where the tape's train and val files are now (default: where they were)")
+    replay.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
+    replay.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
+    add_player_options(replay)
+
     faults = commands.add_parser("faults", help="plant every known fault in the new side: is it found, and where?")
     faults.add_argument("--only", nargs="+", metavar="FAULT", default=None, help="some of them (a wrong name lists all)")
     faults.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
@@ -70,6 +82,12 @@ def make_parser() -> Parser:
     return parser
 
 
+def add_player_options(parser: Parser):
+    parser.add_argument("--side", choices=("old", "new"), default="old", help="legacy_pmap or kgo_shard (default old)")
+    parser.add_argument("--exact", action="store_true", help="restart in exact mode: two such runs on one JAX must agree in every bit")
+    parser.add_argument("--python", metavar="PYTHON", help="run the old side under this interpreter, with its own JAX")
+
+
 def add_tape_options(parser: Parser, runs: bool = True):
     """The flags that `make_tape` reads; where nothing runs there is one step, from a fresh start."""
     parser.add_argument("--devices", type=int, default=8, help="devices; logical ones on a CPU (default 8)")
@@ -89,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = {
         "check-mesh": run_check_mesh,
         "diff": run_diff,
+        "record": run_record,
+        "replay": run_replay,
         "faults": run_faults,
         "certificate": run_certificate,
         "noise": run_noise,
@@ -119,10 +139,6 @@ def start_devices(count: int):
 def make_console() -> Console:
     """Wide where nobody looks: a table in a file or a pipe is not folded to 80 columns."""
     return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def is_exact() -> bool:
-    return set(EXACT_FLAGS) <= set(os.environ.get("XLA_FLAGS", "").split())
 
 
 def restart_exact(argv: Sequence[str]):
@@ -163,15 +179,58 @@ def run_diff(arguments, argv) -> int:
             flags = EXACT_FLAGS if is_exact() else ()
             return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), console)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
+    return show_comparison("kgo-shard diff", "Old against new, stage by stage", comparison, facts, arguments, console)
+
+
+def show_comparison(title: str, heading: str, comparison, facts: dict[str, str], arguments, console: Console) -> int:
+    """The table, and with --report the files; the exit code."""
+    from .diff import report
+
     console.print(report.comparison_table(comparison, all_leaves=arguments.all_leaves))
     if arguments.report:
-        title = "kgo-shard diff"
-        sections = [report.comparison_section(comparison, "Old against new, stage by stage", all_leaves=True), report.limits_section()]
+        sections = [report.comparison_section(comparison, heading, all_leaves=True), report.limits_section()]
         paths = report.write_report(
             {"title": title, "environment": facts, "sections": sections, "verdict": comparison.verdict()}, arguments.report
         )
         console.print(f"report: {', '.join(map(str, paths))}", highlight=False)
     return comparison.exit_code
+
+
+def run_record(arguments, argv) -> int:
+    if arguments.exact and not is_exact():
+        restart_exact(argv)
+    from .diff import replay
+
+    start_devices(arguments.devices)
+    console = make_console()
+    with Progress(console=console, transient=True) as progress:
+        facts = replay.record(arguments.folder, make_tape(arguments), make_player(arguments, progress))
+    console.print(f"{arguments.folder}: {arguments.steps} steps, {replay.describe(facts)}", highlight=False, markup=False)
+    return 0
+
+
+def run_replay(arguments, argv) -> int:
+    if arguments.exact and not is_exact():
+        restart_exact(argv)
+    from .diff import replay, report, run
+
+    tape = replay.read_tape(arguments.folder, arguments.datadir)
+    start_devices(tape.options.get("data_parallel_devices") or 1)
+    console = make_console()
+    with Progress(console=console, transient=True) as progress:
+        found = replay.replay(arguments.folder, tape, make_player(arguments, progress))
+    facts = report.environment_facts() | run.tape_facts(tape)
+    facts |= {"recorded": replay.describe(found.recorded), "replayed": replay.describe(found.replayed)}
+    facts["demanded"] = "equal bits" if found.bits else "the three-way bound"
+    for name, value in facts.items():
+        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+    return show_comparison("kgo-shard replay", "Recorded against replayed, stage by stage", found.comparison, facts, arguments, console)
+
+
+def make_player(arguments, progress: Progress):
+    from .diff.replay import Player
+
+    return Player(arguments.side, arguments.python, EXACT_FLAGS if is_exact() else (), progress)
 
 
 def show_drifts(drifts, console: Console) -> int:
@@ -276,7 +335,7 @@ def run_noise(arguments, argv) -> int:
     with Progress(console=console, transient=True) as progress:
         sides = run.old_stack().make_side(tape, probe_only=True), shard_side.make_side(tape, probe_only=True)
         old, new = (run.record_shown(side, tape, progress) for side in sides)
-        floor = noise.measure(tape, old, progress)
+        floor = noise.measure(tape, sides[0], old, progress)
     console.print(report.section_table(noise.noise_section(floor, compare.compare(old, new))))
     return 0
 

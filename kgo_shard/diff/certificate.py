@@ -34,15 +34,16 @@ def certify(folder: Path, tape: Tape, faults: Sequence[str], fault_input: tuple)
         parity = compare.compare(*traces)
         add(report.comparison_section(parity, f"{tape.steps} steps, old against new", "Exact mode: every leaf of every stage, equal bits."), parity.equal)
 
-        bounded = compare.compare(*traces, run.record_reference(tape, progress))
+        bounded = run.measure_bound(tape, old, progress).judge(*traces)
         section = report.comparison_section(bounded, "Both against float64", "How far each side's rounding carries it, and the limit.")
         add(section | {"image_png": report.plot_errors(bounded)}, bounded.equal)
 
         curves = {side.name: demo.losses(side, progress) for side in (old, new)}
         add(demo.losses_section(curves), curves[old.name] == curves[new.name])
 
-        plain = run.record_shown(legacy_side.make_side(tape, probe_only=True), tape, progress)
-        add(noise.noise_section(noise.measure(tape, plain, progress), parity), True)
+        probed = legacy_side.make_side(tape, probe_only=True)
+        floor = noise.measure(tape, probed, run.record_shown(probed, tape, progress), progress)
+        add(noise.noise_section(floor, parity), True)
         add(ledger.ledger_section(config), True)
         counted = collectives.audit(tape)
         for section, form in zip(collectives.sections(counted), counted.values(), strict=True):

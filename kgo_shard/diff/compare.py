@@ -107,31 +107,44 @@ class Comparison:
         )
 
 
-def compare(trace_a: Trace, trace_b: Trace, reference: Trace | None = None) -> Comparison:
+def compare(
+    trace_a: Trace,
+    trace_b: Trace,
+    reference: Trace | None = None,
+    noise: Sequence[Trace] = (),
+    coarsest: np.dtype | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Comparison:
     """Compares side B (new) with side A (old).
 
     Without a reference every leaf must have the same shape, dtype and bits. With one (a float64 run of the same steps) the
-    three-way bound of `limits.py` holds. CompareError: an empty trace, or a side compared with itself.
+    three-way bound of `limits.py` holds; `noise` are further runs of side A in which only rounding was changed, and show how far
+    rounding can carry a leaf. `coarsest` is the dtype of the fewest digits that the computation goes through (default:
+    that among side A's leaves, which do not show bfloat16 products); `numbers` are the steps after which the entries were kept
+    (default: 0, 1, 2, ...). CompareError: an empty trace, or a side compared with itself.
     """
     traces = {"side A": trace_a, "side B": trace_b} | ({} if reference is None else {"the reference": reference})
-    refuse_incomparable(traces)
+    refuse_incomparable(traces | {f"noise run {i + 1}": trace for i, trace in enumerate(noise)})
     count = max(len(trace_a), len(trace_b))
-    steps_a, steps_b, steps_reference = ([*t, *([{}] * (count - len(t)))] for t in (trace_a, trace_b, reference or []))
+    steps_a, steps_b, steps_reference, *steps_noise = ([*t, *([{}] * (count - len(t)))] for t in (trace_a, trace_b, reference or [], *noise))
 
     results = []
+    numbers = range(count) if numbers is None else numbers
     comparisons = sum(len(step) for step in steps_a)
+    for leaf in (x for step in steps_a for x in step.values() if is_array(x) and limits.is_float(x.dtype)):
+        coarsest = leaf.dtype if coarsest is None else limits.coarser(leaf.dtype, coarsest)
     past: dict[str, list[float]] = {}
     for i in range(count):
         a, b = steps_a[i], steps_b[i]
         keys = sorted(a.keys() | b.keys(), key=flow_order)
         if not keys:
-            results.append(failure(i, "", "this step holds no leaf on either side"))
+            results.append(failure(numbers[i], "", "this step holds no leaf on either side"))
         absent = {k: missing_reason(k, a, b, i, len(trace_a), len(trace_b)) for k in keys}
-        found = {k: check_pair(i, k, a[k], b[k], steps_a[0].get(k)) for k in keys if not absent[k]}
+        found = {k: check_pair(numbers[i], k, a[k], b[k], steps_a[0].get(k)) for k in keys if not absent[k]}
         if reference is not None:
-            found = check_errors(found, a, b, steps_reference[i], steps_reference[0], past, comparisons)
-        results += [found[k] if k in found else failure(i, k, absent[k]) for k in keys]
-    return Comparison(tuple(results), count - 1, reference is not None)
+            found = check_errors(found, a, b, steps_reference[i], steps_reference[0], [t[i] for t in steps_noise], past, comparisons, coarsest)
+        results += [found[k] if k in found else failure(numbers[i], k, absent[k]) for k in keys]
+    return Comparison(tuple(results), numbers[-1], reference is not None)
 
 
 # What is refused or fails before any number is looked at
@@ -277,6 +290,7 @@ class Errors(NamedTuple):
 
     a: float
     b: float
+    noise: float  # the largest of side A's noise runs
     scale: float
     rounding: float
     size: int
@@ -287,26 +301,34 @@ class Errors(NamedTuple):
 
     @property
     def unresolved(self) -> bool:
-        """True if side A has no correct digit in this leaf."""
-        return self.a > 0 and self.a >= self.scale
+        """True if side A, or a noise run of it, has no correct digit in this leaf."""
+        return max(self.a, self.noise) >= self.scale > 0 or self.a > 0 == self.scale
 
 
 class Level(NamedTuple):
     """How large side A's errors are in one stage of one step."""
 
-    typical: float  # median of the relative errors
+    typical: float  # median of the relative errors, without what storing the weights rounds away
     expected: float  # the largest error expected of a leaf with many elements, in the unit that the next field names
     by_rounding: bool  # that unit is the rounding of the leaf's result, not its scale
     element: float  # root mean square of the elements (of their change) in that leaf with a correct digit where it is largest
 
 
 def check_errors(
-    found: dict[str, LeafResult], a: Step, b: Step, reference: Step, start: Step, past: dict[str, list[float]], comparisons: int
+    found: dict[str, LeafResult],
+    a: Step,
+    b: Step,
+    reference: Step,
+    start: Step,
+    noise: Sequence[Step],
+    past: dict[str, list[float]],
+    comparisons: int,
+    coarsest: np.dtype | None,
 ) -> dict[str, LeafResult]:
     """Judges the leaves of one step by the three-way bound instead of by their bits.
 
-    `start` is the reference's start state. `past` holds side A's relative errors at the steps before, for the stages that may
-    look back, and is brought up to date. `comparisons` is the number of leaves in all steps.
+    `start` is the reference's start state, `noise` the step of every noise run. `past` holds side A's relative errors at the steps before, for the stages that may
+    look back, and is brought up to date. `comparisons` is the number of leaves in all steps, `coarsest` the dtype of fewest digits.
     """
     results, errors = dict(found), {}
     for key, result in found.items():
@@ -319,12 +341,17 @@ def check_errors(
                 reason = "the reference holds other values, though nothing is computed here"
                 results[key] = result._replace(passed=False, reason=reason)
         else:
-            errors[key] = measure(result.stage, a[key], b[key], reference[key], start.get(key))
+            runs = [run.get(key) for run in noise]
+            if all(x is not None and x.shape == a[key].shape and all_finite(x) for x in runs):
+                errors[key] = measure(result.stage, a[key], b[key], reference[key], start.get(key), runs)
+            else:
+                results[key] = result._replace(passed=False, reason="a noise run does not have it, in another shape, or not finite")
 
     by_stage: dict[str, list[Errors]] = {}
     for key, error in errors.items():
         by_stage.setdefault(found[key].stage, []).append(error)
-    levels = {stage: stage_level(stage, group, past.setdefault(stage, []), comparisons) for stage, group in by_stage.items()}
+    step = max((result.step for result in found.values()), default=0)
+    levels = {stage: stage_level(stage, group, past.setdefault(stage, []), comparisons, step) for stage, group in by_stage.items()}
     gradient = by_stage.get(limits.GRADIENT_STAGE, [])
     gradient_error = limits.whole_error([e.a for e in gradient], [e.scale for e in gradient])
     for key, error in errors.items():
@@ -332,27 +359,32 @@ def check_errors(
         level = levels[stage]
         expected = level.expected * limits.chance(error.size, comparisons)
         if stage in limits.NORM_STAGES:
-            expected = max(expected, gradient_error)
+            expected = max(expected, gradient_error, limits.norm_rounding([e.size for e in gradient], a[key].dtype))
         if error.unresolved:
             expected = (1.0 if stage in limits.CHANGE_STAGES else expected) * level.element * error.size**0.5
         else:
             expected *= error.rounding if level.by_rounding else error.scale
-        results[key] = with_errors(found[key], error, limits.limit_for(limits.old_error(error.a, expected, error.rounding)))
-        if level.typical >= 1:
-            reason = "side A has no correct digit in most of this stage: is the reference a float64 run of the same steps?"
+        results[key] = with_errors(found[key], error, limits.limit_for(limits.old_error(error.a, error.noise, expected, error.rounding)))
+        if level.typical > limits.half_the_digits(coarsest):
+            reason = (
+                f"side A is {level.typical:.2g} from the reference in the middle of this stage, too far for rounding in {coarsest}: "
+                "is the reference a float64 run of the same steps?"
+            )
             results[key] = results[key]._replace(passed=False, reason=reason)
         if stage in limits.SCHEDULE_STAGES:
             past[stage].append(error.relative_a)
     return results
 
 
-def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int) -> Level:
+def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int, step: int) -> Level:
     by_scale = [e.relative_a for e in group if e.scale]
     by_rounding = [e.a / e.rounding for e in group if e.rounding]
-    rounded = stage in limits.CHANGE_STAGES and limits.scatter(by_rounding) < limits.scatter(by_scale)
+    stored = stage in limits.CHANGE_STAGES
+    unstored = [max(0.0, e.a - stored * step * e.rounding) / e.scale for e in group if e.scale]
+    rounded = stored and limits.scatter(by_rounding) < limits.scatter(by_scale)
     expected = limits.expected_error(by_rounding if rounded else [*by_scale, *past], comparisons)
     element = max((e.scale / e.size**0.5 for e in group if not e.unresolved), default=0.0)
-    return Level(limits.typical_error(by_scale), expected, rounded, element)
+    return Level(float(np.median(unstored)) if unstored else 0.0, expected, rounded, element)
 
 
 def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:
@@ -364,11 +396,14 @@ def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:
     return "" if all_finite(reference) else "the reference holds NaN or infinite elements"
 
 
-def measure(stage: str, a: np.ndarray, b: np.ndarray, reference: np.ndarray, start: np.ndarray | None) -> Errors:
+def measure(
+    stage: str, a: np.ndarray, b: np.ndarray, reference: np.ndarray, start: np.ndarray | None, noise: Sequence[np.ndarray]
+) -> Errors:
     exact = as_float64(reference)
     return Errors(
         limits.norm(as_float64(a) - exact),
         limits.norm(as_float64(b) - exact),
+        max((limits.norm(as_float64(x) - exact) for x in noise), default=0.0),
         limits.scale_of(stage, exact, start),
         limits.rounding_error(exact, a.dtype),
         a.size,

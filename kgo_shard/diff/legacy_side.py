@@ -59,9 +59,9 @@ def make_reference(tape: Tape, probe_only: bool = False) -> Side:
     return side._replace(name="float64", step=step, **changes)
 
 
-def make_perturbed(tape: Tape) -> Side:
-    """The old side, started from parameters that are one unit in the last place off, up or down."""
-    side, config, rng = make_side(tape, probe_only=True), legacy_pmap.Config(**tape.options), np.random.default_rng(0)
+def make_perturbed(side: Side, tape: Tape, seed: int = 0) -> Side:
+    """The old side, started from parameters that are one unit in the last place off, up or down. Compiles nothing anew."""
+    config, rng = legacy_pmap.Config(**tape.options), np.random.default_rng(seed)
 
     def nudge(leaf):
         up = rng.integers(0, 2, leaf.shape).astype(bool)
@@ -75,9 +75,9 @@ def make_perturbed(tape: Tape) -> Side:
     return side._replace(name="legacy_pmap, one ulp off", start=start)
 
 
-def make_reordered(tape: Tape) -> Side:
+def make_reordered(side: Side, tape: Tape) -> Side:
     """The old side with the devices' shares of every batch in reverse order; what each device made is put back in order."""
-    side, devices = make_side(tape, probe_only=True), legacy_pmap.Config(**tape.options).num_devices
+    devices = legacy_pmap.Config(**tape.options).num_devices
 
     def probed(state, batch):
         shares = {key: value.reshape(devices, -1, *value.shape[1:])[::-1].reshape(value.shape) for key, value in batch.items()}

@@ -6,6 +6,7 @@ compared with a float64 run of the same steps, and the new side's error may be a
     error of x   =  ||x - reference|| / scale                  one number for each leaf of each step (Euclidean norms)
     limit        =  FACTOR * old error
     old error    =  the largest of   the old side's error in this leaf
+                                     its error there in runs in which only rounding was changed (the noise floor)
                                      what its errors in the other leaves of the stage make one expect of a leaf of this size
                                      the rounding of the result itself
 
@@ -67,6 +68,13 @@ LIMITS = (
         "They are computed afresh in each step (or from zero, the moments), so their own size is the size of what may be wrong.",
     ),
     Limit(
+        "noise floor",
+        "the old side's error in a run of its own from parameters that are one unit in the last place off",
+        "How far rounding carries a leaf depends on the leaf: a bias's gradient adds 2592 terms that cancel to a hundredth, and Adam's first "
+        "update, g / (|g| + 1e-8), makes of 1e-11 in an element of 1e-8 a thousandth of a whole update. The old side's own error is one "
+        "draw of that; a run from a start that is as good, for numbers that are rounded anyway, is another.",
+    ),
+    Limit(
         "rounding of the result",
         "half a unit in the last place x ||reference||",
         "Even the exact result is rounded when it is stored. An old error below that is luck (the value lay near a "
@@ -98,10 +106,19 @@ LIMITS = (
         "signal moves the others.",
     ),
     Limit(
+        "the old side itself, in each stage",
+        "median of the relative errors: the root of half a unit in the last place of the coarsest dtype of the computation",
+        "A new side and a float64 run that share a mistake (another learning rate, say) agree, and a limit of twice the old side's "
+        "distance would let both pass. So the old side must be a rounded version of the reference: half its digits at least. In "
+        + ", ".join(sorted(CHANGE_STAGES))
+        + " what storing the weights may have rounded away, once a step, does not count. One leaf alone may be worse: its terms cancel.",
+    ),
+    Limit(
         "stages " + ", ".join(sorted(NORM_STAGES)),
-        "as above, or the old side's error of the whole reduced gradient where that is larger",
+        "as above, or where that is larger: the old side's error of the whole reduced gradient, or the expected rounding of the sum",
         "One scalar has no stage to be typical of, but | ||g|| - ||r|| | <= ||g - r||: what the gradient's limit allows, the "
-        "norm must be allowed, and the clip factor is c / norm.",
+        "norm must be allowed, and the clip factor is c / norm. Besides, a sum of n positive terms is off by about sqrt(n) units of "
+        "rounding, the root of it by half of that (Higham and Mary 2019), and another compiler adds in another order.",
     ),
     Limit(
         "stage " + ", ".join(sorted(SCHEDULE_STAGES)),
@@ -116,20 +133,6 @@ LIMITS = (
         "The original has no reduction there, and XLA may use a gradient before it is rounded to bfloat16. shard_map over a mesh of "
         "one device has its reduction in between, so the norm, the clip and SGD take the rounded gradient. With pmap, also over "
         "one device, or with float32 parameters, bits are equal.",
-    ),
-    Limit(
-        "recordings: first moments of head biases whose terms cancel",
-        f"{FACTOR} x half a unit in the last place of the sum of the terms' sizes, where that is larger; in v twice that",
-        "A bias's gradient adds one term an output: 2592 that cancel to 1/67 of their size for policy_head/linear_board/b on one "
-        "device. The terms are float32 themselves, so even their exact sum is off by half a unit of the sum of their sizes; the "
-        "rounding of the result knows only the sum's own size. The sizes are the float64 run's. Such leaves are named in the row.",
-    ),
-    Limit(
-        "recordings: parameters that follow from their moments",
-        "as above, or the proven bound of the rounding of one AdamW update from the replay's own moments",
-        "Adam's first update is g / (|g| + 1e-8): it turns an error of 1e-11 in a gradient element of 1e-8 into a thousandth of a "
-        "whole update, and one such element can carry a leaf beyond its limit. It passes only if its moments keep their limits and "
-        "it is what AdamW makes of them from the step before, computed in float64. Such leaves are named in the row.",
     ),
 )
 
@@ -186,6 +189,16 @@ def chance(size: int, comparisons: int) -> float:
     return max(1.0, (1 - spread + one_in(comparisons) * spread**0.5) ** 1.5)
 
 
+def coarser(a: np.dtype, b: np.dtype) -> np.dtype:
+    """That of two floating-point dtypes which has fewer digits."""
+    return max(a, b, key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
+
+
+def half_the_digits(dtype: np.dtype) -> float:
+    """The relative error of a number that has half the digits of `dtype`."""
+    return (float(ml_dtypes.finfo(dtype).eps) / 2) ** 0.5
+
+
 def typical_error(errors: Iterable[float]) -> float:
     """Median of a stage's relative errors; 0 if there is none. Exact leaves (zeros, counts) do not say how large errors are."""
     positive = [error for error in errors if error > 0]
@@ -211,9 +224,19 @@ def whole_error(error_norms: Iterable[float], scales: Iterable[float]) -> float:
     return relative(norm(np.array(list(error_norms))), norm(np.array(list(scales))))
 
 
-def old_error(own: float, expected: float, rounding: float) -> float:
-    """The old side's error in one leaf: its `own`, the one `expected` in the stage, and the `rounding` of the result."""
-    return max(own, expected, rounding)
+def norm_rounding(sizes: Sequence[int], dtype: np.dtype) -> float:
+    """Expected relative error of the Euclidean norm of leaves of these sizes, summed in each leaf and then over the leaves.
+
+    Half of sqrt(n) u: the probabilistic bound of a sum's rounding, with its constant 1 (Higham and Mary, A new approach to
+    probabilistic rounding error analysis, 2019, theorem 2.4).
+    """
+    terms = max(sizes) + len(sizes) if sizes else 0
+    return terms**0.5 * float(ml_dtypes.finfo(dtype).eps) / 4
+
+
+def old_error(own: float, noise: float, expected: float, rounding: float) -> float:
+    """The old side's error in one leaf: its `own`, its `noise` runs', the one `expected` in the stage, the `rounding` of the result."""
+    return max(own, noise, expected, rounding)
 
 
 def limit_for(old: float) -> float:

@@ -8,15 +8,15 @@ from rich.progress import Progress
 
 from . import compare
 from .run import old_stack, record_shown
-from .trace import Tape
+from .trace import Side, Tape, Trace
 
 COLUMNS = ("stage", "one ulp in the parameters", "devices in reverse order", "old against new", "verdict")
 
 
-def measure(tape: Tape, plain: compare.Trace, progress: Progress | None = None) -> dict[str, compare.Comparison]:
-    """{"perturbed": ..., "reordered": ...}: the old side's probed trace `plain` against the old side, changed so."""
+def measure(tape: Tape, side: Side, plain: Trace, progress: Progress | None = None) -> dict[str, compare.Comparison]:
+    """{"perturbed": ..., "reordered": ...}: the trace `plain` of the old side (which only probes) against the old side, changed so."""
     legacy_side = old_stack()
-    sides = {"perturbed": legacy_side.make_perturbed(tape), "reordered": legacy_side.make_reordered(tape)}
+    sides = {"perturbed": legacy_side.make_perturbed(side, tape), "reordered": legacy_side.make_reordered(side, tape)}
     return {name: compare.compare(plain, record_shown(side, tape, progress)) for name, side in sides.items()}
 
 
@@ -42,7 +42,7 @@ def noise_section(noise: dict[str, compare.Comparison], old_new: compare.Compari
     return {
         "title": "Noise floor",
         "text": "The old side against itself where only rounding is changed, and old against new on the same steps. Largest relative norm "
-        "of a leaf. It sets no limit: the limits are in their table.",
+        "of a leaf.",
         "columns": list(COLUMNS),
         "rows": rows,
         "verdict": "old against new lies within the noise in every stage" if not above else "above the noise in " + ", ".join(above),

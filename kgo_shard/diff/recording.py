@@ -3,25 +3,41 @@
     tape.json             options, training and validation files, steps
     checkpoint_jax.pkl    where the run starts
     trace.npz             every leaf of every step, "<step>/<stage>/<leaf>"; bfloat16 as uint16, which NumPy's files can hold
-    facts.json            who made the trace: side, JAX, flags; and which leaves are bfloat16
+    facts.json            who made the trace: side, JAX, exact mode or not; and which leaves are bfloat16
 
 Needs NumPy alone, so that it also runs beside a JAX that kgo_shard does not support.
 """
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from .trace import Tape
+from .trace import Tape, Trace
 
 CHECKPOINT = "checkpoint_jax.pkl"
+# The compiler then neither fuses nor contracts a multiply and an add: equal arithmetic gives equal bits.
+EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
 
 
 class RecordingError(ValueError):
     """A folder that is not a recording; the message names the file."""
+
+
+def is_exact() -> bool:
+    """Whether this process has the compiler flags of exact mode."""
+    return set(EXACT_FLAGS) <= set(os.environ.get("XLA_FLAGS", "").split())
+
+
+def facts_here(side: str) -> dict:
+    """Who makes a trace in this process."""
+    import jax
+
+    return {"side": side, "JAX": jax.__version__, "Python": sys.version.split()[0], "exact": is_exact()}
 
 
 def write_tape(folder: Path, tape: Tape):
@@ -45,14 +61,14 @@ def read_tape(folder: Path) -> Tape:
         raise RecordingError(f"{folder / 'tape.json'}: not a tape ({type(error).__name__}: {error})") from None
 
 
-def write_trace(folder: Path, trace: list[dict[str, np.ndarray]], facts: dict):
+def write_trace(folder: Path, trace: Trace, facts: dict):
     arrays = {f"{step}/{name}": np.asarray(leaf) for step, stages in enumerate(trace) for name, leaf in stages.items()}
     bfloat16 = [name for name, leaf in arrays.items() if leaf.dtype == ml_dtypes.bfloat16]
     np.savez_compressed(folder / "trace.npz", **arrays | {name: arrays[name].view(np.uint16) for name in bfloat16})
     (folder / "facts.json").write_text(json.dumps(facts | {"bfloat16": bfloat16}, indent=1) + "\n")
 
 
-def read_trace(folder: Path) -> tuple[list[dict[str, np.ndarray]], dict]:
+def read_trace(folder: Path) -> tuple[Trace, dict]:
     """The trace and the facts about it. Raises RecordingError naming a file that is missing or damaged."""
     try:
         facts = json.loads((folder / "facts.json").read_text())
@@ -62,7 +78,7 @@ def read_trace(folder: Path) -> tuple[list[dict[str, np.ndarray]], dict]:
         arrays |= {name: arrays[name].view(ml_dtypes.bfloat16) for name in facts["bfloat16"]}
     except Exception as error:  # a damaged zip raises whatever its bytes happen to mean
         raise RecordingError(f"{folder}: not a recorded trace ({type(error).__name__}: {error})") from None
-    trace: list[dict[str, np.ndarray]] = []
+    trace: Trace = []
     for name, leaf in arrays.items():
         step, _, key = name.partition("/")
         while len(trace) <= int(step):

@@ -1,5 +1,6 @@
 """Both sides through one tape, and the verdict."""
 
+import functools
 import os
 import subprocess
 import tempfile
@@ -8,14 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import ml_dtypes
 import numpy as np
 from jax.typing import ArrayLike as Array
 from rich.progress import Progress
 
 from ..config import Config, ConfigError
-from . import compare, recording, shard_side
+from . import compare, limits, recording, shard_side
 from .faults import FAULTS, check_names
-from .trace import Side, Tape, record
+from .trace import Side, Tape, Trace, record
 
 
 def old_stack():
@@ -32,24 +34,58 @@ def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress |
     check_names([fault] if fault is not None else [], "--fault")
     legacy_side = old_stack()
     new = shard_side.make_side(tape)  # first: it checks options and devices before anything is compiled
-    old_trace = record_shown(legacy_side.make_side(tape), tape, progress)
-    reference = None if exact else record_reference(tape, progress)
+    old = legacy_side.make_side(tape)
+    old_trace = record_shown(old, tape, progress)
+    bound = None if exact else measure_bound(tape, old, progress)
     if fault is None:
         new_trace = record_shown(new, tape, progress)
     else:
         with FAULTS[fault].plant():
             new_trace = record_shown(shard_side.make_side(tape), tape, progress)
-    return compare.compare(old_trace, new_trace, reference)
+    return compare.compare(old_trace, new_trace) if bound is None else bound.judge(old_trace, new_trace)
 
 
-def record_reference(tape: Tape, progress: Progress | None):
-    """The float64 run, from the old side's own start: made afresh in float64, it would lack the rounding of its parameters."""
-    legacy_side = old_stack()
+class Bound(NamedTuple):
+    """What the three-way bound needs besides the two sides, see `compare.compare`."""
+
+    reference: Trace
+    noise: Sequence[Trace]
+    coarsest: np.dtype
+
+    def judge(self, old: Trace, new: Trace, numbers: Sequence[int] | None = None) -> compare.Comparison:
+        return compare.compare(old, new, self.reference, self.noise, self.coarsest, numbers)
+
+
+def measure_bound(tape: Tape, old: Side, progress: Progress | None) -> Bound:
+    """A float64 run of the tape, a noise run of `old` (the old side here), and the coarsest dtype of the computation."""
+    legacy_side, config = old_stack(), Config(**tape.options)
+    dtypes = [*map(np.dtype, config.precision), *([np.dtype(ml_dtypes.bfloat16)] if config.optimizer == "muon" else [])]  # its iteration
     with tempfile.TemporaryDirectory() as folder:
+        # The float64 run takes the old side's own start: made afresh in float64, it would lack the rounding of its parameters.
+        start = tape
         if tape.checkpoint is None:
-            tape = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
-            legacy_side.save_start(tape.checkpoint, tape.options)
-        return record_shown(legacy_side.make_reference(tape), tape, progress)
+            start = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
+            legacy_side.save_start(start.checkpoint, tape.options)
+        reference = record_shown(legacy_side.make_reference(start), start, progress)
+    noise = [record_shown(legacy_side.make_perturbed(old, tape), tape, progress)]
+    return Bound(reference, noise, functools.reduce(limits.coarser, dtypes))
+
+
+def run_elsewhere(python: str, folder: Path, flags: Sequence[str]) -> tuple[Trace, dict[str, Any]]:
+    """The trace of the folder's tape through the old stack under another interpreter, and the facts about it.
+
+    Raises ConfigError where that interpreter cannot be started or fails, with the last line that it printed.
+    """
+    with tempfile.TemporaryDirectory() as out:
+        command = [python, str(Path(__file__).with_name("legacy_process.py")), str(folder), out, *flags]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""}, check=False)
+        except OSError as error:
+            raise ConfigError(f"{python}: cannot be started as a Python interpreter ({error.strerror})") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise ConfigError(f"{python}: the old stack ended with exit code {done.returncode}: {last}")
+        return recording.read_trace(Path(out))
 
 
 class Drifts(NamedTuple):
@@ -78,22 +114,13 @@ def diff_across(tape: Tape, exact: bool, legacy_python: str, flags: Sequence[str
             tape = tape._replace(checkpoint=folder / recording.CHECKPOINT)
             legacy_side.save_start(tape.checkpoint, tape.options)
         recording.write_tape(folder, tape)
-        program = Path(__file__).with_name("legacy_process.py")
-        devices = tape.options.get("data_parallel_devices") or 1
-        try:
-            command = [legacy_python, str(program), str(folder), str(devices), *flags]
-            done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""}, check=False)
-        except OSError as error:
-            raise ConfigError(f"--legacy-python {legacy_python}: cannot be started ({error.strerror})") from None
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            raise ConfigError(f"--legacy-python {legacy_python}: exit code {done.returncode}: {last}")
-        there, facts = recording.read_trace(folder)
-        here = record_shown(legacy_side.make_side(tape), tape, progress)
+        there, facts = run_elsewhere(legacy_python, folder, flags)
+        old = legacy_side.make_side(tape)
+        here = record_shown(old, tape, progress)
         new = record_shown(shard_side.make_side(tape), tape, progress)
-        reference = record_reference(tape, progress)
-    migration = compare.compare(here, new, None if exact else reference)
-    return Drifts(facts["JAX"], migration, compare.compare(there, here, reference), compare.compare(there, new, reference))
+        bound = measure_bound(tape, old, progress)
+    migration = compare.compare(here, new) if exact else bound.judge(here, new)
+    return Drifts(facts["JAX"], migration, bound.judge(there, here), bound.judge(there, new))
 
 
 class Steps(Protocol):

@@ -19,6 +19,8 @@ STATE_STAGES = (  # prefix of a key of `to_host` -> stage
     ("samples", "counts/samples"),
 )
 
+Trace = list[dict[str, np.ndarray]]  # for each step "<stage>/<leaf>" -> array; the start state first
+
 
 class Tape(NamedTuple):
     """What both sides are given: the options of the run, its training files, where it starts, and for how long."""
@@ -42,7 +44,7 @@ class Side(NamedTuple):
     evaluate: Callable[[Any, Sequence[Path]], dict[str, float]] | None = None  # the run's first batch of validation
 
 
-def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> list[dict[str, np.ndarray]]:
+def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> Trace:
     """The trace of `tape.steps` steps.
 
     Inner stages come from the probe. The state and the metrics after each compiled call come from the training step, so
@@ -70,7 +72,7 @@ def record(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -
     raise ValueError(f"the run ends after {len(trace) - 1} steps, before the {tape.steps} that are compared: raise max_training_samples")
 
 
-def record_states(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> list[dict[str, np.ndarray]]:
+def record_states(side: Side, tape: Tape, on_step: Callable[[], None] = lambda: None) -> Trace:
     """The trace of the training step alone: state and metrics after every compiled call, without what happens inside a step.
 
     Half the programs to compile. A call's last step may lie beyond the tape's. Raises ValueError as `record` does.

@@ -31,16 +31,16 @@ def finding(name, apart=1e-8):
 def certify(monkeypatch, tmp_path, capsys):
     """certify(**changes) -> (exit code, report.json, report.html); the changes are the parts' results."""
 
-    def run(new=None, losses=(1.0, 2.0), found=None, ledger=None, faults=()):
+    def certify(new=None, losses=(1.0, 2.0), found=None, ledger=None, faults=()):
         traces = {"old": trace(), "new": trace() if new is None else new}
         monkeypatch.setattr(certificate.run, "old_stack", lambda: SimpleNamespace(make_side=lambda tape, probe_only=False: SimpleNamespace(name="old")))
         monkeypatch.setattr(certificate.shard_side, "make_side", lambda tape: SimpleNamespace(name="new"))
         monkeypatch.setattr(certificate.run, "record_shown", lambda side, tape, progress: traces[side.name])
         reference = [{n: x.astype(np.float64) + 1e-9 if n[0] == "p" and i else x.astype(np.float64) if n[0] == "p" else x for n, x in s.items()} for i, s in enumerate(trace())]
-        monkeypatch.setattr(certificate.run, "record_reference", lambda tape, progress: reference)
+        monkeypatch.setattr(certificate.run, "measure_bound", lambda tape, old, progress: certificate.run.Bound(reference, (), np.dtype(np.float32)))
         monkeypatch.setattr(certificate.demo, "losses", lambda side, progress: [1.0, losses[0] if side.name == "old" else losses[1]])
         noisy = compare.compare(trace(), trace(1e-6))
-        monkeypatch.setattr(certificate.noise, "measure", lambda tape, plain, progress: {"perturbed": noisy, "reordered": noisy})
+        monkeypatch.setattr(certificate.noise, "measure", lambda tape, side, plain, progress: {"perturbed": noisy, "reordered": noisy})
         counted = {"lowered": collectives.Audit(Counter({ONE: 2}), Counter({ONE: 2})), "compiled": found or collectives.Audit(Counter({ONE: 1}), Counter({ONE: 1}))}
         monkeypatch.setattr(certificate.collectives, "audit", lambda tape: counted)
         names = ("cold", "warm", "global, cold", "global, warm")
@@ -51,7 +51,7 @@ def certify(monkeypatch, tmp_path, capsys):
         code = certificate.certify(tmp_path, tape, [], ({}, [], []))
         return code, json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
 
-    return run
+    return certify
 
 
 def test_every_part_is_on_the_page(certify):

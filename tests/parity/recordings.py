@@ -3,9 +3,9 @@
     python -m tests.parity.recordings [--json tests/parity/results/recordings_jax_X.json] [--cases adamw_f32 adamw_f32/exact ...]
         [--stacks legacy_pmap kgo_shard] [--traces DIR] [--dumps DIR [--judge-only]]
 
-For each case up to three replays by `tests/parity/legacy/replay_recording.py`, each a process with exactly the case's D devices:
-legacy_pmap, kgo_shard, and legacy_pmap in float64. What the original recorded under JAX 0.4.35 is the old side A, a replay is the
-new side B, the float64 run the reference, and `kgo_shard/diff/limits.py` has the only limits: nothing is chosen here. legacy_pmap's
+For each case up to four replays by `tests/parity/legacy/replay_recording.py`, each a process with exactly the case's D devices:
+legacy_pmap, kgo_shard, legacy_pmap in float64, and legacy_pmap from parameters one unit in the last place off. What the original
+recorded under JAX 0.4.35 is the old side A, a replay is the new side B, the float64 run the reference, the last one the noise, and `kgo_shard/diff/limits.py` has the only limits: nothing is chosen here. legacy_pmap's
 rows show what upgrading JAX does, kgo_shard's what upgrading and migrating do together. Judged are:
 
 - batch stream, counts, start states, the checkpoint's meta: equal bits;
@@ -23,6 +23,7 @@ those that are there.
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -48,7 +49,7 @@ if importlib.util.find_spec("equinox") is None:
     sys.modules["kgo_shard"].__path__ = [str(ROOT / "kgo_shard")]
 
 from kgo_shard.diff.compare import LeafResult, compare  # noqa: E402
-from kgo_shard.diff.limits import LIMITS, limit_for, norm, summation_limit  # noqa: E402
+from kgo_shard.diff.limits import LIMITS, coarser  # noqa: E402
 from kgo_shard.diff.trace import state_stages  # noqa: E402
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -58,6 +59,7 @@ NAMES = (
 CASES = tuple(name + mode for name in NAMES for mode in ("", "/exact"))
 STACKS = ("legacy_pmap", "kgo_shard")
 REFERENCE = "float64"
+NOISE = "perturbed"
 RECORDED_JAX = "0.4.35"
 COLUMNS = ("case", "stack", "stage group", "items", "equal", "x of limit", "worst item", "verdict")
 
@@ -65,6 +67,7 @@ COLUMNS = ("case", "stack", "stage group", "items", "equal", "x of limit", "wors
 REASONS = (
     ("old side", "what the original recorded under JAX 0.4.35, not a replay of it"),
     ("reference", "legacy_pmap with every float in float64, from the same recorded starts and rows, on the JAX under test"),
+    ("noise", "legacy_pmap on the JAX under test, from the recorded starts with every parameter one unit in the last place off"),
     ("head outputs", "judged as a stage of their own, each head a leaf, by the rule of all stages but parameters and EMA"),
     ("moving weight", "by the bound, as the moving sum: the mean of D equal numbers is rounded in the order in which they are added"),
     (
@@ -211,96 +214,37 @@ def inexact(stages: Arrays) -> Arrays:
 
 
 def judge(
-    recorded: tuple[Arrays, list[str], dict[str, str]], replayed: tuple[Arrays, dict], reference: Arrays, weight_decay: float
+    recorded: tuple[Arrays, list[str], dict[str, str]], replayed: tuple[Arrays, dict], reference: Arrays, noise: Arrays, coarsest: np.dtype
 ) -> list[dict]:
     """One row for each group of one case and stack."""
     arrays, lines, meta = recorded
     new_arrays, facts = replayed
-    old, new, exact = to_traces(arrays), to_traces(new_arrays), to_traces(reference)
+    old, new, exact, noisy = (to_traces(x) for x in (arrays, new_arrays, reference, noise))
     if not lines:
         new.pop("log", None)  # a replay has the figures of every run; exact/ folders have no log
     kept = sorted({int(name[5:9]) for name in arrays if name.startswith("step_")})
-    rows, starts, explained = [], [], []
+    rows, starts = [], []
     for name in sorted(old.keys() | new.keys()):
         if name not in old or name not in new or name not in exact:
             rows.append(failed_row(name, f"missing: {name} is not in the recording, the replay and the reference alike"))
             continue
-        leaves = compare(old[name], new[name], None if name == "exact" else exact[name]).leaves
+        digits = coarser(coarsest, np.dtype(ml_dtypes.bfloat16)) if name == "log" else coarsest  # three digits of the rate are printed
+        bound = () if name == "exact" else (exact[name], [noisy[name]], digits)
+        leaves = compare(old[name], new[name], *bound, numbers=kept if name == "run" else None).leaves
         if name == "log":
             texts = [item.get("text") for item in facts["items"] if item["name"].startswith("log/")]
             rows.append(log_row(lines, texts, leaves, old[name], new_arrays))
             continue
         starts += [leaf for leaf in leaves if leaf.step == 0 and name != "exact"]
         leaves = [leaf for leaf in leaves if leaf.step > 0 or name == "exact"]
-        if name == "run":
-            leaves = [leaf._replace(step=kept[leaf.step]) for leaf in leaves]
-            leaves, explained = excuse(leaves, new_arrays, reference, weight_decay)
         for stage in dict.fromkeys(leaf.stage for leaf in leaves):
-            chosen = [leaf for leaf in leaves if leaf.stage == stage]
-            rows.append(leaves_row(label(name, stage), chosen, [leaf for leaf in explained if leaf.stage == stage]))
+            rows.append(leaves_row(label(name, stage), [leaf for leaf in leaves if leaf.stage == stage]))
     rows.append(leaves_row("start states as loaded", starts))
     if meta:
         rows.append(meta_row(meta, facts["items"]))
     if facts["kernels"] is not None:
         rows.append(bits_row(facts))
     return rows
-
-
-def excuse(
-    leaves: list[LeafResult], arrays: Arrays, reference: Arrays, weight_decay: float
-) -> tuple[list[LeafResult], list[LeafResult]]:
-    """The kept checkpoints' leaves, those beyond their limits passed that limits.py's last two rows explain; and those alone, with the reason."""
-    passed = {(leaf.step, leaf.name): leaf.passed for leaf in leaves}
-    explained = []
-    for leaf in sorted(leaves, key=lambda leaf: (leaf.step, leaf.stage != "moments")):
-        reason = ""
-        if leaf.passed or leaf.x_of_limit is None:
-            continue
-        if leaf.stage == "moments" and leaf.step == 1 and within_rounding_of_terms(leaf.leaf, arrays, reference):
-            reason = "but within the rounding of the terms that it adds up"
-        if leaf.stage == "parameters":
-            moments_kept = all(passed.get((leaf.step, f"moments/{kind}/{leaf.leaf}")) for kind in "mv")
-            before_kept = leaf.step == 1 or passed.get((leaf.step - 1, leaf.name))  # or explained itself: errors of parameters stay
-            if moments_kept and before_kept and follows_from_moments(leaf.leaf, leaf.step, arrays, weight_decay):
-                reason = "but it follows from its moments"
-        if reason:
-            passed[leaf.step, leaf.name] = True
-            explained.append(leaf._replace(reason=f"{leaf.reason}, {reason}"))
-    return [leaf._replace(passed=passed[leaf.step, leaf.name]) for leaf in leaves], explained
-
-
-def within_rounding_of_terms(moment: str, arrays: Arrays, reference: Arrays) -> bool:
-    """Whether a first moment of a head's bias is as near to the reference as the rounding of its gradient's terms allows."""
-    kind, _, leaf = moment.partition("/")
-    if f"terms/{leaf}" not in reference:
-        return False
-    total, sizes = reference[f"terms/{leaf}"]
-    exact = reference[f"step_0001/opt_state/{moment}"]
-    if not np.all(total):
-        return False
-    # m is proportional to g and v to g*g, so their relative errors are g's, once and twice.
-    rounding = summation_limit(1, sizes / np.abs(total), np.dtype("float32")) * np.abs(exact) * {"m": 1, "v": 2}[kind]
-    return norm(arrays[f"step_0001/opt_state/{moment}"] - exact) <= limit_for(norm(rounding))
-
-
-def follows_from_moments(leaf: str, step: int, arrays: Arrays, weight_decay: float) -> bool:
-    """Whether a replay's parameters are AdamW's of its own moments, up to the rounding of one update in float32."""
-    names = (f"step_{step - 1:04d}/params/{leaf}", *(f"step_{step:04d}/{kind}/{leaf}" for kind in ("params", "opt_state/m", "opt_state/v")))
-    rate = f"figures/step={step}/lr"
-    if not {*names, rate} <= arrays.keys():
-        return False  # the step before was not kept
-    old, new, m, v = (arrays[name].astype(np.float64) for name in names)
-    if np.any(v < 0):
-        return False  # no mean of squares
-    # The original's scalars are float32, and so are the differences from 1.
-    beta1, beta2, one = np.float32(0.9), np.float32(0.95), np.float32(1)
-    lr, wd = float(arrays[rate]), float(np.float32(weight_decay))
-    update = m / float(one - beta1**step) / (np.sqrt(v / float(one - beta2**step)) + float(np.float32(1e-8)))
-    decayed = leaf.endswith("/w") and "norm" not in leaf
-    decay = wd * old if decayed else 0 * old
-    # Roundings: both subtractions for the old value; those and power, difference, quotient, root, sum, quotient, product for the rest.
-    limit = summation_limit(2, np.abs(old), np.dtype("float32")) + summation_limit(12, lr * (np.abs(update) + np.abs(decay)), np.dtype("float32"))
-    return bool(np.all(np.abs(new - (old - lr * update - lr * decay)) <= limit))
 
 
 def label(comparison: str, stage: str) -> str:
@@ -330,20 +274,17 @@ def failed_row(group: str, reason: str) -> dict:
     return row(group, 0, 0, f"DIFFERENT: {reason}", False)
 
 
-def leaves_row(group: str, leaves: list[LeafResult], explained: Iterable[LeafResult] = ()) -> dict:
+def leaves_row(group: str, leaves: list[LeafResult]) -> dict:
     if not leaves:
         return failed_row(group, "nothing was compared")
     bad = [leaf for leaf in leaves if not leaf.passed]
     equal = sum(leaf.equal_bits for leaf in leaves)
     verdict = "equal" if equal == len(leaves) else "within limits"
-    if explained:
-        verdict += f", but for {len(explained)} explained"
     if bad:
         verdict = f"DIFFERENT: {len(bad)} items, first at step {bad[0].step}, {bad[0].name}: {bad[0].reason}"
     judged = [leaf for leaf in leaves if leaf.x_of_limit is not None]
     worst = max(judged, key=lambda leaf: leaf.x_of_limit, default=None)
     notes = [f"step {leaf.step}, {leaf.name}: {leaf.reason}, errors {leaf.error_a} (recorded) and {leaf.error_b}" for leaf in bad[:20]]
-    notes += [f"step {leaf.step}, {leaf.name}: {leaf.reason}" for leaf in explained]
     return row(group, len(leaves), equal, verdict, not bad, worst, notes)
 
 
@@ -431,7 +372,8 @@ def replay(traces: Path, data: Path, case: str, side: str, dumps: Path, xla_flag
     """Runs one replay; its dump and its facts go to `dumps`. Returns the seconds it took."""
     stem = dump_stem(dumps, case, side)
     command = [sys.executable, "-m", "tests.parity.legacy.replay_recording", str(traces / case), "--data", str(data), "--quiet"]
-    command += ["--stack", "legacy_pmap", "--compute", "float64"] if side == REFERENCE else ["--stack", side]
+    own = {REFERENCE: ["legacy_pmap", "--compute", "float64"], NOISE: ["legacy_pmap", "--perturbed"]}
+    command += ["--stack", *own.get(side, [side])]
     command += ["--json", f"{stem}.json", "--dump", f"{stem}.npz"]
     Path(f"{stem}.json").unlink(missing_ok=True)
     environment = os.environ | {"XLA_FLAGS": xla_flags}
@@ -477,14 +419,20 @@ def settings_of(traces: Path, case: str) -> dict:
         raise RecordingsError(f"{traces / case}: not a recording ({error})") from None
 
 
+def coarsest_of(settings: dict) -> np.dtype:
+    """The dtype of the fewest digits that the case's computation goes through; Muon's iteration is in bfloat16."""
+    names = [settings["compute"], *("bfloat16" for flag in settings["flags"] if flag in ("bfloat16", "muon"))]
+    return functools.reduce(coarser, map(np.dtype, names))
+
+
 def judge_cases(traces: Path, cases: Iterable[str], stacks: Iterable[str], dumps: Path) -> dict[str, dict]:
     results = {}
     for case in cases:
-        recorded, (reference, _) = read_recording(traces / case), read_replay(dumps, case, REFERENCE)
-        weight_decay = options_of(settings_of(traces, case)["flags"]).get("wd", 0.1)
+        recorded, coarsest = read_recording(traces / case), coarsest_of(settings_of(traces, case))
+        (reference, _), (noise, _) = (read_replay(dumps, case, side) for side in (REFERENCE, NOISE))
         for stack in stacks:
             replayed = read_replay(dumps, case, stack)
-            rows = judge(recorded, replayed, reference, weight_decay)
+            rows = judge(recorded, replayed, reference, noise, coarsest)
             facts = {name: replayed[1][name] for name in ("jax", "xla_flags", "compute", "kernels")}
             facts["seconds"] = round(replayed[1]["seconds"])
             results.setdefault(case, {})[stack] = {"passed": all(r["passed"] for r in rows), **facts, "rows": rows}
@@ -542,7 +490,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as temporary:
             dumps = arguments.dumps or Path(temporary)
             if not arguments.judge_only:
-                run_replays(arguments.traces, arguments.cases, (*stacks, REFERENCE), dumps, arguments.jobs, bfloat16_flags)
+                run_replays(arguments.traces, arguments.cases, (*stacks, REFERENCE, NOISE), dumps, arguments.jobs, bfloat16_flags)
             results = judge_cases(arguments.traces, arguments.cases, stacks, dumps)
     except RecordingsError as error:
         print(f"error: {error}", file=sys.stderr)

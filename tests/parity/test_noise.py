@@ -12,7 +12,8 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def floor(tape):
-    return noise.measure(tape, record(legacy_side.make_side(tape, probe_only=True), tape))
+    side = legacy_side.make_side(tape, probe_only=True)
+    return noise.measure(tape, side, record(side, tape))
 
 
 def test_only_what_is_computed_is_noisy(floor):

@@ -1,7 +1,7 @@
 """Replays one recording of the original (shared/traces) through a stack and compares everything that was kept.
 
     python -m tests.parity.legacy.replay_recording CASE_DIR --data DIR [--stack legacy_pmap|kgo_shard] [--compute float64]
-        [--json OUT] [--dump OUT.npz] [--recorded-kernel]
+        [--json OUT] [--dump OUT.npz] [--recorded-kernel] [--perturbed]
 
 CASE_DIR may be a case or its exact/ folder, which switches exact mode on. One line per item: name, equal bits or not, relative norm
 error. Sets JAX's flags itself, so run it as a program, one case a process. `tests/parity/recordings.py` runs it for many cases and
@@ -95,6 +95,25 @@ def use_recorded_kernel(jax, rows, block=376):
     legacy_pmap.model.matmul = matmul
 
 
+def perturb_starts(jax):
+    """Has legacy_pmap load every checkpoint with each parameter one unit in the last place off, up or down."""
+    import legacy_pmap
+    from legacy_pmap.step import get_carry, put_state
+
+    plain, rng = legacy_pmap.load_checkpoint, np.random.default_rng(0)
+
+    def nudge(leaf):
+        up = rng.integers(0, 2, leaf.shape).astype(bool)
+        return np.nextafter(leaf, np.where(up, np.inf, -np.inf).astype(leaf.dtype))
+
+    def load_checkpoint(path, config):
+        state = plain(path, config)
+        carry = get_carry(state)
+        return put_state(config, jax.tree_util.tree_map(nudge, carry.params), *carry[1:], state.step, state.samples)
+
+    legacy_pmap.load_checkpoint = load_checkpoint
+
+
 def options_of(flags):
     """["--pos-len", "9", "--data-parallel"] -> {"pos_len": 9, "data_parallel": True}"""
     options, i = {}, 0
@@ -138,8 +157,7 @@ def compare_state(prefix, recorded_path, replayed):
 def replay_steps(stack, config, case, folder, files, data, unprinted):
     """From step_0000 through the run's batches: yields (name, recorded, replayed) at every kept step, the loaded start included.
 
-    Fills `unprinted` with the figures of every log line in full precision ("figures/step=1/loss", "figures/VAL/p0loss"), and in the
-    float64 reference with the first step's `bias_terms` ("terms/policy_head/linear_board/b").
+    Fills `unprinted` with the figures of every log line in full precision ("figures/step=1/loss", "figures/VAL/p0loss").
     """
     step = stack.make_train_step(config)
     state = stack.load_checkpoint(folder / "step_0000.pkl", config)
@@ -151,8 +169,6 @@ def replay_steps(stack, config, case, folder, files, data, unprinted):
     done, totals, since = 0, {}, 0
     while done < case["steps"]:
         batches = [next(stream) for _ in range(min(config.steps_per_jit, case["steps"] - done))]
-        if dtype == np.float64 and done == 0:
-            unprinted.update({f"terms/{name}": array for name, array in bias_terms(config, state, batches[0]).items()})
         state, metrics = step(state, batches)
         done += len(batches)
         add_to(totals, metrics, dtype)
@@ -173,36 +189,6 @@ def replay_steps(stack, config, case, folder, files, data, unprinted):
             if count == config.max_val_batches:
                 break
         unprinted.update({f"figures/VAL/{name}": value for name, value in figures_of(totals, count).items()})
-
-
-def bias_terms(config, state, batch):
-    """{leaf: (2, elements)} for the biases of the heads: the sum of the terms that its gradient adds up, and the sum of their sizes.
-
-    The terms are the gradient for a bias of every output's own. legacy_pmap only; the mean over the devices, as the gradient is.
-    """
-    import jax
-
-    from legacy_pmap.model import make_tables
-    from legacy_pmap.step import get_carry, local_gradient
-
-    carry, tables, rows = get_carry(state), make_tables(config), config.batch_size // config.num_devices
-    dtype, area = carry.moving_sum.dtype, (config.board_area,)
-    outputs = {("policy_head", "linear_board"): area, ("policy_head", "linear_pass"): (),
-               ("value_head", "linear_sv"): area, ("value_head", "linear_s_simple"): ()}
-    params = jax.tree_util.tree_map(np.asarray, carry.params)
-    for (head, layer), points in outputs.items():
-        bias = params[head][layer]["b"]
-        params = {**params, head: {**params[head], layer: {**params[head][layer], "b": np.broadcast_to(bias, (rows, *points, *bias.shape))}}}
-    gradient = jax.jit(lambda params, batch: local_gradient(params, batch, carry.moving_sum, carry.moving_weight, tables, config)[0])
-    sums = {}
-    for first in range(0, config.batch_size, rows):
-        grads = gradient(params, {name: np.asarray(array[first : first + rows], dtype) for name, array in batch.items()})
-        for head, layer in outputs:
-            terms = np.asarray(grads[head][layer]["b"])
-            terms = terms.reshape(-1, terms.shape[-1]) / config.num_devices
-            name = f"{head}/{layer}/b"
-            sums[name] = sums.get(name, 0) + np.stack([terms.sum(axis=0), np.abs(terms).sum(axis=0)])
-    return sums
 
 
 def dtype_of(config):
@@ -349,6 +335,7 @@ def main(argv=None):
     parser.add_argument("--dump", help="npz of the replayed arrays")
     parser.add_argument("--skip-log", action="store_true", help="do not run the trainer itself")
     parser.add_argument("--recorded-kernel", action="store_true", help="legacy_pmap only: see use_recorded_kernel")
+    parser.add_argument("--perturbed", action="store_true", help="legacy_pmap only: a noise run, see perturb_starts")
     parser.add_argument("--quiet", action="store_true", help="only items that differ")
     args = parser.parse_args(argv)
 
@@ -367,12 +354,14 @@ def main(argv=None):
     stack = importlib.import_module(args.stack)
     if args.recorded_kernel:
         use_recorded_kernel(jax, case["batch"])
+    if args.perturbed:
+        perturb_starts(jax)
     options = {**options_of(case["flags"]), "compute_dtype": args.compute or case["compute"]}
     config = stack.Config(**options)
     config_1 = stack.Config(**{**options, "data_parallel": False})
 
     def run():
-        return replay(stack, config, config_1, case, folder, files, args.data, args.skip_log or float64)
+        return replay(stack, config, config_1, case, folder, files, args.data, args.skip_log or float64 or args.perturbed)
 
     items, arrays = run()
     if float64:
@@ -381,7 +370,7 @@ def main(argv=None):
             if dtype not in (None, np.float64, np.int64) and not item["name"].startswith("batches/"):
                 item["note"] = f"dtype {dtype} in the float64 reference"
     show(items, args.quiet)
-    as_recorded = args.stack == "legacy_pmap" and jax.__version__ == case["jax"] and not float64
+    as_recorded = args.stack == "legacy_pmap" and jax.__version__ == case["jax"] and not (float64 or args.perturbed)
     kernels, reproduced = None, all_equal(items)
     if as_recorded and not args.recorded_kernel:
         kernels = "the recordings'"
