@@ -5,6 +5,7 @@ start state. Keys are "<stage>/<leaf>", or "<stage>" alone where the stage is on
 the runs, the same comparison serves old against new, one device against eight, and one JAX version against another.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -292,7 +293,8 @@ class Errors(NamedTuple):
     b: float
     noise: float  # the largest of side A's noise runs
     scale: float
-    rounding: float
+    rounding: float  # of the result
+    storing: float  # of weights in the dtype that they are kept in, once: a moving average inherits it
     size: int
 
     @property
@@ -331,6 +333,8 @@ def check_errors(
     look back, and is brought up to date. `comparisons` is the number of leaves in all steps, `coarsest` the dtype of fewest digits.
     """
     results, errors = dict(found), {}
+    weights = [x.dtype for key, x in a.items() if split_key(key)[0] in limits.CHANGE_STAGES and is_array(x) and limits.is_float(x.dtype)]
+    kept_in = functools.reduce(limits.coarser, weights, np.dtype(np.float64))
     for key, result in found.items():
         if result.max_ulp is None:
             continue  # it has failed already
@@ -343,7 +347,7 @@ def check_errors(
         else:
             runs = [run.get(key) for run in noise]
             if all(x is not None and x.shape == a[key].shape and all_finite(x) for x in runs):
-                errors[key] = measure(result.stage, a[key], b[key], reference[key], start.get(key), runs)
+                errors[key] = measure(result.stage, a[key], b[key], reference[key], start.get(key), runs, kept_in)
             else:
                 results[key] = result._replace(passed=False, reason="a noise run does not have it, in another shape, or not finite")
 
@@ -379,9 +383,8 @@ def check_errors(
 def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int, step: int) -> Level:
     by_scale = [e.relative_a for e in group if e.scale]
     by_rounding = [e.a / e.rounding for e in group if e.rounding]
-    stored = stage in limits.CHANGE_STAGES
-    unstored = [max(0.0, e.a - stored * step * e.rounding) / e.scale for e in group if e.scale]
-    rounded = stored and limits.scatter(by_rounding) < limits.scatter(by_scale)
+    unstored = [max(0.0, e.a - step * e.storing) / e.scale for e in group if e.scale]
+    rounded = stage in limits.CHANGE_STAGES and limits.scatter(by_rounding) < limits.scatter(by_scale)
     expected = limits.expected_error(by_rounding if rounded else [*by_scale, *past], comparisons)
     element = max((e.scale / e.size**0.5 for e in group if not e.unresolved), default=0.0)
     return Level(float(np.median(unstored)) if unstored else 0.0, expected, rounded, element)
@@ -397,7 +400,13 @@ def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:
 
 
 def measure(
-    stage: str, a: np.ndarray, b: np.ndarray, reference: np.ndarray, start: np.ndarray | None, noise: Sequence[np.ndarray]
+    stage: str,
+    a: np.ndarray,
+    b: np.ndarray,
+    reference: np.ndarray,
+    start: np.ndarray | None,
+    noise: Sequence[np.ndarray],
+    kept_in: np.dtype,
 ) -> Errors:
     exact = as_float64(reference)
     return Errors(
@@ -406,6 +415,7 @@ def measure(
         max((limits.norm(as_float64(x) - exact) for x in noise), default=0.0),
         limits.scale_of(stage, exact, start),
         limits.rounding_error(exact, a.dtype),
+        limits.rounding_error(exact, kept_in) if stage in limits.CHANGE_STAGES else 0.0,
         a.size,
     )
 

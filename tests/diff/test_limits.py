@@ -47,6 +47,26 @@ def test_a_bfloat16_weight_that_was_not_updated_is_found_beside_others_whose_upd
     assert compare(a, [start, b[1] | {small: start[small]}], reference).first_bad.name == small
 
 
+def test_a_mistake_that_the_new_side_shares_with_the_reference_is_found(reference, old):
+    """Their gradients are a thousandth too large: they agree, and twice the old side's distance from them would be a wide limit."""
+    wrong = {dtype: regression(dtype, ORDER, 4, factor=1.001) for dtype in (np.float32, np.float64)}
+    first = compare(old, wrong[np.float32], wrong[np.float64]).first_bad
+    assert (first.step, first.stage) == (1, "reduced_gradient") and "too far for rounding in float32" in first.reason
+    assert compare(old, wrong[np.float32], wrong[np.float64], coarsest=np.dtype(ml_dtypes.bfloat16)).equal  # it is rounding there
+
+
+def test_an_average_of_bfloat16_weights_inherits_their_rounding():
+    random = np.random.default_rng(0)
+    start = {"parameters/w": random.standard_normal(500).astype(ml_dtypes.bfloat16)}
+    start["ema/w"] = start["parameters/w"].astype(np.float32)
+    moved = start["parameters/w"].astype(np.float64) + 0.001
+    reference = [{name: x.astype(np.float64) for name, x in start.items()}]
+    reference.append({"parameters/w": moved, "ema/w": 0.9 * reference[0]["ema/w"] + 0.1 * moved})
+    stored = moved.astype(ml_dtypes.bfloat16)
+    after = {"parameters/w": stored, "ema/w": (0.9 * start["ema/w"] + 0.1 * stored.astype(np.float32)).astype(np.float32)}
+    assert compare([start, after], [start | {}, {name: x.copy() for name, x in after.items()}], reference).equal
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_storing_the_exact_result_stays_below_the_rounding_error(dtype):
     exact = np.random.default_rng(0).standard_normal((1000, 4))
