@@ -16,8 +16,10 @@ PARITY_TESTS = ("tests/parity", *(f"--deselect={test}" for test in ONCE))
 NAMES = ("adamw_f32", "single_device_f32", "adamw_bf16compute", "muon_all_f32", "muon_attn_allbf16", "fused_scan_sgd_f32", "stacked_muon_ffn_d16")
 EXACT = tuple(f"{name}/exact" for name in NAMES)
 
+JAX_0435 = ("jax==0.4.35", "jaxlib==0.4.35", "numpy<2.5", "ml_dtypes")
+
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = ["jax072", "jax012", "recordings", "recordings_now"]
+nox.options.sessions = ["jax072", "jax012", "recordings", "recordings_now", "across"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 nox.options.download_python = "never"
@@ -105,7 +107,7 @@ def recordings(session: nox.Session) -> None:
     traces = find_traces(session)
     if PYTHON_RECORDINGS is None:
         not_run(session, "JAX 0.4.35 needs Python 3.11, 3.12 or 3.13, and none was found")
-    session.install("jax==0.4.35", "jaxlib==0.4.35", "numpy<2.5", "ml_dtypes", "rich", "matplotlib")
+    session.install(*JAX_0435, "rich", "matplotlib")
     session.run("python", "-m", "tests.parity.recordings", "--traces", str(traces), "--cases", *EXACT, "muon_attn_allbf16")
 
 
@@ -115,3 +117,16 @@ def recordings_now(session: nox.Session) -> None:
     traces = find_traces(session)
     session.install("-e", ".[test]")
     session.run("python", "-m", "tests.parity.recordings", "--traces", str(traces), "--cases", *EXACT)
+
+
+@nox.session
+def across(session: nox.Session) -> None:
+    """The old stack on the JAX that its recordings were made with against both stacks here; arguments after `--` go to `kgo-shard diff`."""
+    if PYTHON_RECORDINGS is None:
+        not_run(session, "JAX 0.4.35 needs Python 3.11, 3.12 or 3.13, and none was found")
+    session.install("-e", ".[test]")
+    there = pathlib.Path(session.create_tmp()) / "jax0435"
+    session.run(PYTHON_RECORDINGS, "-m", "venv", str(there), external=True)
+    python = str(there / "bin" / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", *JAX_0435, external=True)
+    session.run("kgo-shard", "diff", "--exact", "--steps", "3", "--legacy-python", python, *session.posargs)

@@ -177,7 +177,7 @@ def run_diff(arguments, argv) -> int:
             console.print(f"{name:>12}  {value}", highlight=False, markup=False)
         if arguments.legacy_python:
             flags = EXACT_FLAGS if is_exact() else ()
-            return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), console)
+            return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), facts, arguments, console)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
     return show_comparison("kgo-shard diff", "Old against new, stage by stage", comparison, facts, arguments, console)
 
@@ -233,7 +233,8 @@ def make_player(arguments, progress: Progress):
     return Player(arguments.side, arguments.python, EXACT_FLAGS if is_exact() else (), progress)
 
 
-def show_drifts(drifts, console: Console) -> int:
+def show_drifts(drifts, facts: dict[str, str], arguments, console: Console) -> int:
+    """Migration and upgrade, each a table and a verdict."""
     from .diff import report
 
     parts = {
@@ -243,9 +244,15 @@ def show_drifts(drifts, console: Console) -> int:
     }
     for title, comparison in parts.items():
         console.print(title, style="bold", highlight=False)
-        console.print(report.comparison_table(comparison))
-    for title, comparison in parts.items():
-        console.print(f"{title}: {comparison.verdict()}", highlight=False, soft_wrap=True)
+        console.print(report.comparison_table(comparison, all_leaves=arguments.all_leaves))
+    verdicts = [f"{title}: {comparison.verdict()}" for title, comparison in parts.items()]
+    for verdict in verdicts:
+        console.print(verdict, highlight=False, soft_wrap=True)
+    if arguments.report:
+        sections = [report.comparison_section(comparison, title, all_leaves=True) for title, comparison in parts.items()]
+        sections.append(report.limits_section())
+        content = {"title": "kgo-shard diff, two JAX versions", "environment": facts, "sections": sections, "verdict": "; ".join(verdicts)}
+        console.print(f"report: {', '.join(map(str, report.write_report(content, arguments.report)))}", highlight=False)
     return drifts.exit_code
 
 

@@ -59,7 +59,7 @@ class Bound(NamedTuple):
 def measure_bound(tape: Tape, old: Side, progress: Progress | None) -> Bound:
     """A float64 run of the tape, a noise run of `old` (the old side here), and the coarsest dtype of the computation."""
     legacy_side, config = old_stack(), Config(**tape.options)
-    dtypes = [*map(np.dtype, config.precision), *([np.dtype(ml_dtypes.bfloat16)] if config.optimizer == "muon" else [])]  # its iteration
+    dtypes = [*map(np.dtype, vars(config.precision).values()), *([np.dtype(ml_dtypes.bfloat16)] if config.optimizer == "muon" else [])]  # its iteration
     with tempfile.TemporaryDirectory() as folder:
         # The float64 run takes the old side's own start: made afresh in float64, it would lack the rounding of its parameters.
         start = tape
