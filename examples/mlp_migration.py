@@ -1,4 +1,4 @@
-"""Somebody else's migration, proved with the same harness: an Equinox MLP under pmap with stock optax.adamw, and its port.
+"""Somebody else's migration, proved with the same harness: an Equinox MLP under filter_pmap with stock optax.adamw, and its port.
 
     python examples/mlp_migration.py            exit code 0: equal bits; 1: they differ, and the first leaf is named
     python examples/mlp_migration.py --naive    the port that everybody writes first
@@ -23,44 +23,50 @@ DEVICES = 4
 OPTIMIZER = optax.adamw(1e-2)
 
 
-def loss(params, static, x, y):
-    return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - y) ** 2)
+def loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-def update(params, opt_state, gradients):
-    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+def update(model, opt_state, gradients):
+    updates, opt_state = OPTIMIZER.update(gradients, opt_state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), opt_state
 
 
 def init():
-    params, static = eqx.partition(eqx.nn.MLP(3, 2, 8, 2, key=jax.random.PRNGKey(0)), eqx.is_array)
-    return (params, OPTIMIZER.init(params)), static
+    model = eqx.nn.MLP(3, 2, 8, 2, key=jax.random.PRNGKey(0))
+    return model, OPTIMIZER.init(eqx.filter(model, eqx.is_array))
 
 
-def named(params, opt_state):
+def named(**trees):
     """What is compared: flat names, each below one of the harness's stages."""
-    trees = {"parameters": params, "moments": opt_state}
-    return {f"{stage}/{jax.tree_util.keystr(path)}": leaf for stage, tree in trees.items() for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = {stage: jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)) for stage, tree in trees.items()}
+    return {f"{stage}/{jax.tree_util.keystr(path)}": leaf for stage, pairs in leaves.items() for path, leaf in pairs}
 
 
 class Old:
     """The original: replicas along a leading axis, pmean of each device's gradient."""
 
     def start(self):
-        state, self.static = init()
-        self.body = jax.pmap(self.one, axis_name="data", devices=jax.devices()[:DEVICES])
-        return jax.tree.map(lambda x: jnp.stack([x] * DEVICES), state)
+        self.body = eqx.filter_pmap(self.one, axis_name="data")
+        return jax.tree.map(lambda x: jnp.stack([x] * DEVICES) if eqx.is_array(x) else x, init())
 
     def one(self, state, x, y):
-        gradients = jax.lax.pmean(jax.grad(loss)(state[0], self.static, x, y), "data")
-        return update(*state, gradients), gradients
+        model, opt_state = state
+        gradients = jax.lax.pmean(eqx.filter_grad(loss)(model, x, y), "data")
+        return update(model, opt_state, gradients), gradients
 
     def step(self, state, batch):
         state, gradients = self.body(state, *(part.reshape(DEVICES, -1, part.shape[-1]) for part in batch))
-        return state, {f"reduced_gradient/{i}": g[0] for i, g in enumerate(jax.tree.leaves(gradients))}
+        return state, named(reduced_gradient=first(gradients))
 
     def to_host(self, state):
-        return named(*jax.tree.map(lambda x: x[0], state))
+        model, opt_state = first(state)
+        return named(parameters=model, moments=opt_state)
+
+
+def first(tree):
+    """Replica 0."""
+    return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, tree)
 
 
 class New:
@@ -70,21 +76,24 @@ class New:
         self.cast = (lambda tree: tree) if naive else to_local  # naive: autodiff sums by itself, and the mean comes on top
 
     def start(self):
-        state, self.static = init()
+        arrays, self.static = eqx.partition(init(), eqx.is_array)
         mesh, rows = Mesh(np.array(jax.devices()[:DEVICES]), ("data",)), PartitionSpec("data")
         self.body = jax.jit(jax.shard_map(self.one, mesh=mesh, in_specs=(PartitionSpec(), rows, rows), out_specs=PartitionSpec()))
-        return state
+        return arrays
 
-    def one(self, state, x, y):
-        gradients = jax.lax.pmean(jax.grad(loss)(self.cast(state[0]), self.static, x, y), "data")
-        return update(*state, gradients), gradients
+    def one(self, arrays, x, y):
+        model, opt_state = eqx.combine(arrays, self.static)
+        local = eqx.combine(self.cast(eqx.filter(model, eqx.is_array)), model)
+        gradients = jax.lax.pmean(eqx.filter_grad(loss)(local, x, y), "data")
+        return eqx.filter((update(model, opt_state, gradients), gradients), eqx.is_array)
 
-    def step(self, state, batch):
-        state, gradients = self.body(state, *batch)
-        return state, {f"reduced_gradient/{i}": g for i, g in enumerate(jax.tree.leaves(gradients))}
+    def step(self, arrays, batch):
+        arrays, gradients = self.body(arrays, *batch)
+        return arrays, named(reduced_gradient=gradients)
 
-    def to_host(self, state):
-        return named(*state)
+    def to_host(self, arrays):
+        model, opt_state = arrays
+        return named(parameters=model, moments=opt_state)
 
 
 def main(argv=None) -> int:
