@@ -41,6 +41,7 @@ def make_parser() -> Parser:
     diff = commands.add_parser("diff", help="run the old and the new stack side by side and compare every leaf of every stage")
     add_tape_options(diff)
     diff.add_argument("--exact", action="store_true", help="restart in exact mode, where equal bits are demanded")
+    diff.add_argument("--states-only", action="store_true", help="state and metrics after each call, not the stages inside: half the time")
     diff.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
     diff.add_argument("--fault", help="plant this fault in the new side (a wrong name lists them)")
     diff.add_argument("--legacy-python", metavar="PYTHON", help="run the old stack under this interpreter too, with its own JAX (0.4.35, 0.7.2)")
@@ -178,7 +179,7 @@ def run_diff(arguments, argv) -> int:
         if arguments.legacy_python:
             flags = EXACT_FLAGS if is_exact() else ()
             return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), facts, arguments, console)
-        comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress)
+        comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress, states_only=arguments.states_only)
     return show_comparison("kgo-shard diff", "Old against new, stage by stage", comparison, facts, arguments, console)
 
 

@@ -17,7 +17,7 @@ from rich.progress import Progress
 from ..config import Config, ConfigError
 from . import compare, limits, recording, shard_side
 from .faults import FAULTS, check_names
-from .trace import Side, Tape, Trace, record
+from .trace import Side, Tape, Trace, record, record_states
 
 
 def old_stack():
@@ -29,19 +29,26 @@ def old_stack():
     return legacy_side
 
 
-def diff(tape: Tape, exact: bool, fault: str | None = None, progress: Progress | None = None) -> compare.Comparison:
-    """Compare old and new: equal bits in exact mode, else the three-way bound against a float64 run of the old side."""
+def diff(
+    tape: Tape, exact: bool, fault: str | None = None, progress: Progress | None = None, states_only: bool = False
+) -> compare.Comparison:
+    """Compare old and new: equal bits in exact mode, else the three-way bound against a float64 run of the old side.
+
+    `states_only` leaves out what happens inside a step, and needs exact mode: the float64 run keeps no metrics in float64 then.
+    """
     check_names([fault] if fault is not None else [], "--fault")
+    if states_only and not exact:
+        raise ConfigError("--states-only needs --exact: in default mode the stages inside a step are judged as well")
     legacy_side = old_stack()
     new = shard_side.make_side(tape)  # first: it checks options and devices before anything is compiled
     old = legacy_side.make_side(tape)
-    old_trace = record_shown(old, tape, progress)
+    old_trace = record_shown(old, tape, progress, states_only)
     bound = None if exact else measure_bound(tape, old, progress)
     if fault is None:
-        new_trace = record_shown(new, tape, progress)
+        new_trace = record_shown(new, tape, progress, states_only)
     else:
         with FAULTS[fault].plant():
-            new_trace = record_shown(shard_side.make_side(tape), tape, progress)
+            new_trace = record_shown(shard_side.make_side(tape), tape, progress, states_only)
     return compare.compare(old_trace, new_trace) if bound is None else bound.judge(old_trace, new_trace)
 
 
@@ -149,12 +156,13 @@ def compare_steps(old: Steps, new: Steps, batches: Iterable[Any], reference: Ste
     return compare.compare(run(old), run(new), None if reference is None else run(reference))
 
 
-def record_shown(side: Side, tape: Tape, progress: Progress | None):
-    """`trace.record`, with a progress bar."""
+def record_shown(side: Side, tape: Tape, progress: Progress | None, states_only: bool = False) -> Trace:
+    """`trace.record` (or `record_states`), with a progress bar."""
+    record_steps = record_states if states_only else record
     if progress is None:
-        return record(side, tape)
+        return record_steps(side, tape)
     task = progress.add_task(f"{side.name}: compile and run {tape.steps} steps", total=tape.steps)
-    return record(side, tape, on_step=lambda: progress.advance(task))
+    return record_steps(side, tape, on_step=lambda: progress.advance(task))
 
 
 def tape_facts(tape: Tape) -> dict[str, str]:

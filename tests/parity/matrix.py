@@ -140,15 +140,14 @@ def is_bounded(setting: str) -> bool:
 def compare_setting(setting: str, steps: int, states_only: bool = False):
     """The Comparison of one setting. Equal bits are demanded, but for `is_bounded`: the process must be in exact mode."""
     from kgo_shard.batches import find_files
-    from kgo_shard.diff import compare, run, shard_side
-    from kgo_shard.diff.trace import Tape, record_states
+    from kgo_shard.diff import run
+    from kgo_shard.diff.trace import Tape
 
     options = options_of(setting)
     folder = SAMPLE.parent / f"selfplay{options['pos_len']}" / "train"
     tape = Tape(options, find_files(folder), steps)
-    if states_only and not is_bounded(setting):
-        return compare.compare(*(record_states(side.make_side(tape), tape) for side in (run.old_stack(), shard_side)))
-    return run.diff(tape, exact=not is_bounded(setting))
+    exact = not is_bounded(setting)
+    return run.diff(tape, exact, states_only=states_only and exact)
 
 
 def read_results(path: Path | None, environment: dict) -> dict:

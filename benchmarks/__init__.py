@@ -1,0 +1,1 @@
+"""One script a question; results are JSON, tables and pictures are drawn from it."""
