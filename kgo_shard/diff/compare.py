@@ -312,7 +312,7 @@ class Level(NamedTuple):
 
     typical: float  # median of the relative errors, without what storing the weights rounds away
     expected: float  # the largest error expected of a leaf with many elements, in the unit that the next field names
-    by_rounding: bool  # that unit is the rounding of the leaf's result, not its scale
+    unit: str  # "scale", "rounding" or "noise": the field of Errors
     element: float  # root mean square of the elements (of their change) in that leaf with a correct digit where it is largest
 
 
@@ -367,7 +367,7 @@ def check_errors(
         if error.unresolved:
             expected = (1.0 if stage in limits.CHANGE_STAGES else expected) * level.element * error.size**0.5
         else:
-            expected *= error.rounding if level.by_rounding else error.scale
+            expected *= getattr(error, level.unit)
         results[key] = with_errors(found[key], error, limits.limit_for(limits.old_error(error.a, error.noise, expected, error.rounding)))
         if level.typical > limits.half_the_digits(coarsest):
             reason = (
@@ -381,13 +381,15 @@ def check_errors(
 
 
 def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int, step: int) -> Level:
-    by_scale = [e.relative_a for e in group if e.scale]
-    by_rounding = [e.a / e.rounding for e in group if e.rounding]
     unstored = [max(0.0, e.a - step * e.storing) / e.scale for e in group if e.scale]
-    rounded = stage in limits.CHANGE_STAGES and limits.scatter(by_rounding) < limits.scatter(by_scale)
-    expected = limits.expected_error(by_rounding if rounded else [*by_scale, *past], comparisons)
+    in_unit = {unit: [e.a / getattr(e, unit) for e in group if getattr(e, unit)] for unit in limits.units(stage)}
+    in_unit["scale"] += past
+    # A leaf without noise (there may be no noise run) could not be judged by it.
+    usable = [unit for unit in in_unit if len(in_unit[unit]) >= len(in_unit["scale"]) and (unit == "scale" or len(group) >= limits.FEW_LEAVES)]
+    unit = min(usable, key=lambda unit: limits.scatter(in_unit[unit]))
+    expected = limits.expected_error(in_unit[unit], comparisons)
     element = max((e.scale / e.size**0.5 for e in group if not e.unresolved), default=0.0)
-    return Level(float(np.median(unstored)) if unstored else 0.0, expected, rounded, element)
+    return Level(float(np.median(unstored)) if unstored else 0.0, expected, unit, element)
 
 
 def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:

@@ -27,6 +27,7 @@ CHANGE_STAGES = frozenset({"parameters", "ema"})
 GRADIENT_STAGE = "reduced_gradient"
 NORM_STAGES = frozenset({"norm", "clip"})
 SCHEDULE_STAGES = frozenset({"learning_rate"})
+FEW_LEAVES = 8
 
 
 class Limit(NamedTuple):
@@ -89,11 +90,14 @@ LIMITS = (
         "a leaf whose terms nearly cancel has a relative error thousands of times the others', and a mean would lend it to all.",
     ),
     Limit(
-        "expected error in the stages " + ", ".join(sorted(CHANGE_STAGES)),
-        "as above, relative to the change or to the rounding of the result: to that in which the old side's errors scatter less",
-        "Where storing rounds away much of an update (bfloat16 weights), errors are proportional to the weights, not to the changes. As "
-        "parts of the changes they then scatter over powers of ten (a norm's weight of 1 never moves), and one limit that fits them "
-        "all would let pass a weight that was not updated.",
+        "unit of the expected error",
+        "the leaf's scale, its noise run's error, or in "
+        + ", ".join(sorted(CHANGE_STAGES))
+        + " the rounding of its result: that in which the old side's errors scatter least",
+        "Leaves of one stage may differ by more than chance. Muon's updates go through bfloat16 and are off by a hundredth beside AdamW's "
+        "that are off by a millionth; of bfloat16 weights storing rounds away the more the larger they are, of a norm's weight all. As "
+        "parts of the changes such errors scatter over powers of ten, and one limit wide enough for all would let pass a wrong weight. "
+        f"Of fewer than {FEW_LEAVES} leaves a scatter says nothing: there the scale is the unit.",
     ),
     Limit(
         "leaves in which the old side has no correct digit",
@@ -203,6 +207,11 @@ def typical_error(errors: Iterable[float]) -> float:
     """Median of a stage's relative errors; 0 if there is none. Exact leaves (zeros, counts) do not say how large errors are."""
     positive = [error for error in errors if error > 0]
     return float(np.median(positive)) if positive else 0.0
+
+
+def units(stage: str) -> tuple[str, ...]:
+    """What the errors of a stage's leaves may be proportional to."""
+    return ("scale", "rounding", "noise") if stage in CHANGE_STAGES else ("scale", "noise")
 
 
 def scatter(errors: Iterable[float]) -> float:

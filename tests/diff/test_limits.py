@@ -47,6 +47,24 @@ def test_a_bfloat16_weight_that_was_not_updated_is_found_beside_others_whose_upd
     assert compare(a, [start, b[1] | {small: start[small]}], reference).first_bad.name == small
 
 
+def test_leaves_of_two_kinds_do_not_excuse_each_other():
+    """Half the leaves are off by a hundredth, half by a millionth: one of the second kind that is wrong by a thousandth is found."""
+    random = np.random.default_rng(0)
+    start = {f"parameters/{kind}/{i}/w": np.zeros(300) for kind in ("muon", "adamw") for i in range(12)}
+    moved = {name: random.standard_normal(300) for name in start}
+
+    def side(dtype=np.float32):
+        after = {n: x * (1 + (1e-2 if "muon" in n else 1e-6) * random.standard_normal(300)) for n, x in moved.items()}
+        return [{n: x.astype(dtype) for n, x in start.items()}, {n: x.astype(dtype) for n, x in after.items()}]
+
+    a, b, noise, reference = side(), side(), side(), [start, moved]
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    assert compare(a, b, reference, [noise], bfloat16).equal
+    b[1]["parameters/adamw/3/w"] *= np.float32(1.001)
+    assert compare(a, b, reference, [noise], bfloat16).first_bad.name == "parameters/adamw/3/w"
+    assert compare(a, b, reference, (), bfloat16).equal  # nothing then tells which leaves are of which kind
+
+
 def test_a_mistake_that_the_new_side_shares_with_the_reference_is_found(reference, old):
     """Their gradients are a thousandth too large: they agree, and twice the old side's distance from them would be a wide limit."""
     wrong = {dtype: regression(dtype, ORDER, 4, factor=1.001) for dtype in (np.float32, np.float64)}
