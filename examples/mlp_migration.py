@@ -4,6 +4,7 @@
     python examples/mlp_migration.py --naive    the port that everybody writes first
 """
 
+import argparse
 import os
 import sys
 
@@ -97,10 +98,13 @@ class New:
 
 
 def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--naive", action="store_true", help="the port that everybody writes first")
+    arguments = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", DEVICES)
     rng = np.random.default_rng(0)
     batches = [tuple(rng.standard_normal((16, n)).astype(np.float32) for n in (3, 2)) for _ in range(5)]
-    comparison = compare_steps(Old(), New(naive="--naive" in (argv or sys.argv[1:])), batches)
+    comparison = compare_steps(Old(), New(arguments.naive), batches)
     print(comparison.verdict())
     return comparison.exit_code
 

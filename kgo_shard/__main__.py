@@ -10,7 +10,8 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
-from .batches import find_files
+from .batches import check_files, find_files, rows_read
+from .checkpoint import try_folder
 from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .diff.recording import EXACT_FLAGS, is_exact
 from .train import main as train_main
@@ -118,11 +119,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "demo": run_demo,
     }[arguments.command]
     try:
+        try_outputs(arguments)
         return command(arguments, argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:  # what the package and the old stack raise for what they are given
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
         return 2
+
+
+def try_outputs(arguments):
+    """ConfigError where the report could not be written: before minutes are spent on it."""
+    for name in ("report", "json"):
+        path = getattr(arguments, name, None)
+        if path is None:
+            continue
+        folder = path if name == "report" else path.parent
+        try:
+            try_folder(folder)
+        except OSError as error:
+            raise ConfigError(f"--{name} {path}: cannot be written ({error.strerror}): name another place") from None
+        if name == "json" and path.is_dir():
+            raise ConfigError(f"--json {path}: is a folder: name a file in it")
 
 
 def start_devices(count: int):
@@ -155,7 +175,7 @@ def run_check_mesh(arguments, argv) -> int:
 
     start_devices(arguments.devices)
     check = check_mesh(arguments.devices)
-    console = Console()
+    console = make_console()
     console.print(mesh_table(check))
     console.print(check.verdict())
     return check.exit_code
@@ -169,7 +189,7 @@ def run_diff(arguments, argv) -> int:
 
     start_devices(arguments.devices)
     tape = make_tape(arguments)
-    console = Console()
+    console = make_console()
     with tempfile.TemporaryDirectory() as folder, Progress(console=console, transient=True) as progress:
         if arguments.fault in FAULTS:
             tape = fault_matrix.fit(tape, FAULTS[arguments.fault], Path(folder))
@@ -268,11 +288,9 @@ def make_tape(arguments):
     defaults = SAMPLE_OPTIONS if datadir is None else {}
     options = defaults | {"log_grad_norm": True} | given
     options |= {"data_parallel": arguments.devices > 1, "data_parallel_devices": arguments.devices if arguments.devices > 1 else 0}
-    Config(**options)
+    config = Config(**options)
     folder = Path(datadir or SAMPLE) / "train"
-    files = find_files(folder)
-    if not files:
-        raise ConfigError(f"{folder}: holds no npz files; name a data folder with --datadir")
+    files = check_files(folder, config, rows_read(config))
     validation = folder.parent / "val"
     return Tape(options, files, arguments.steps, arguments.checkpoint, find_files(validation) if validation.is_dir() else ())
 
@@ -339,7 +357,7 @@ def run_noise(arguments, argv) -> int:
     from .diff import compare, noise, report, run, shard_side
 
     start_devices(arguments.devices)
-    tape, console = make_tape(arguments), Console()
+    tape, console = make_tape(arguments), make_console()
     with Progress(console=console, transient=True) as progress:
         sides = run.old_stack().make_side(tape, probe_only=True), shard_side.make_side(tape, probe_only=True)
         old, new = (run.record_shown(side, tape, progress) for side in sides)

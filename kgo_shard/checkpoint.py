@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,10 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
         if not np.isfinite(statistics).all():
             raise ValueError("not finite")
         step, samples = int(meta["step"]), int(meta["samples"])
+        if min(step, samples) < 0:
+            raise ValueError(f"step {step}, samples {samples}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers ({error!r})") from None
+        raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers, the counts not negative ({error!r})") from None
     learned = Learned(net, opt_state, ema, statistics)
     return TrainState(put_state(make_mesh(config), learned), step, samples)
 
@@ -135,11 +138,14 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
     for key, value in wanted.items():
         saved = meta.get(key, assumed.get(key))
         if saved != value:
-            raise CheckpointError(f"{path}: written with {key} {saved}, but the run has {value}: change the option or start with --no-resume")
+            raise CheckpointError(f"{path}: written with {key} {saved}, but the run has {value}: change the option, or use another folder (--traindir)")
 
 
 def save_checkpoint(path: str | Path, state: TrainState, config: Config):
-    """Write the original's file: first beside it as `.tmp`, then renamed, so the old one survives until the new is whole."""
+    """Write the original's file: first beside it as `.tmp`, then renamed, so the old one survives until the new is whole.
+
+    Raises CheckpointError where it cannot be written (a full disk, say): what was there before is still there.
+    """
     path = Path(path)
     flat = to_host(state)
 
@@ -150,11 +156,23 @@ def save_checkpoint(path: str | Path, state: TrainState, config: Config):
     if state.learned.ema is not None:
         content["ema_params"] = tree("ema_params/")
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        pickle.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            pickle.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary.is_file():
+            temporary.unlink()
+        kept = "the checkpoint before it is whole" if path.is_file() else "there is none from before"
+        raise CheckpointError(f"{path}: cannot be saved ({error.strerror}); {kept}") from None
+
+
+def try_folder(folder: Path):
+    """Raises OSError where nothing can be written into `folder`, which need not be there yet; leaves nothing behind."""
+    with tempfile.TemporaryDirectory(dir=next(above for above in (folder, *folder.absolute().parents) if above.exists())):
+        pass
 
 
 def to_meta(flat: dict[str, np.ndarray], config: Config) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Config:
     max_val_batches: int = option(16, "batches of one validation (0: all)", low=0)
     symmetry_type: str = option("xyt", "random board symmetries", choices=tuple(SYMMETRIES))
     enable_history_matrices: bool = option(False, "drop move history at random, as KataGo does")
-    allow_nonfull_mask: bool = option(False, "accept rows of boards smaller than pos_len")
+    allow_nonfull_mask: bool = option(False, "do not warn of rows with boards smaller than pos_len")
     no_resume: bool = option(False, "start afresh although traindir holds a checkpoint")
     no_final_save: bool = option(False, "do not save at the end")
     fuse_projections: bool = option(False, "one matrix for q, k, v and one for the two halves of the FFN")
@@ -296,12 +296,23 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
+METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+def help_text(row) -> str:
+    """What an option does, what it may be, and what it is where it is not given."""
+    parts = [", ".join(row.metadata["choices"])] if len(row.metadata["choices"]) > 1 else []
+    if row.default is not None and type(row.default) is not bool:
+        parts.append(f"default {row.default}")
+    return (row.metadata["help"] + (f" ({'; '.join(parts)})" if parts else "")).replace("%", "%%")
+
+
 def add_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()):
     """Add the command-line flag of every option; flags not given leave no attribute, so Config's defaults hold."""
     for row in fields(Config):
         if row.name in leave_out:
             continue
-        flag, settings = "--" + row.name.replace("_", "-"), {"default": argparse.SUPPRESS, "help": row.metadata["help"]}
+        flag, settings = "--" + row.name.replace("_", "-"), {"default": argparse.SUPPRESS, "help": help_text(row)}
         if type(row.default) is bool:
             on_by_default = row.default
             action = argparse.BooleanOptionalAction if on_by_default else "store_true"
@@ -309,7 +320,7 @@ def add_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()
         else:
             kind = str if row.default is None else type(row.default)
             assert row.default is not MISSING
-            parser.add_argument(flag, type=kind, metavar=row.name.split("_")[-1].upper(), **settings)
+            parser.add_argument(flag, type=kind, metavar=METAVARS[kind], **settings)
 
 
 def from_arguments(arguments: argparse.Namespace, **fixed) -> Config:

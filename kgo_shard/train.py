@@ -29,14 +29,12 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     Raises ConfigError, DataError or CheckpointError before anything is written.
     """
     for name in ("traindir", "datadir"):
-        if getattr(config, name) is None:
+        if not getattr(config, name):
             raise ConfigError(f"{name} is missing: give --{name} DIR")
     data = Path(config.datadir)
     train_files = check_files(data / "train", config, rows_read(config))
     val_files = check_files(data / "val", config, config.batch_size)
     path = Path(config.traindir) / checkpoint.FILE_NAME
-    if path.parent.exists() and not path.parent.is_dir():
-        raise ConfigError(f"traindir {path.parent} is not a folder: give --traindir another one")
     for _ in read_validation(val_files, config, 0):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     state = start(path, config, log)
@@ -48,6 +46,7 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
         for line in profile_components(state, batch, config):
             log(line)
         return state
+    check_folder(path.parent)
     step, evaluate = make_train_step(config), make_eval_step(config)
     window, warned = Window(state.step), config.allow_nonfull_mask
     save_marks = Marks(config.save_every_samples, state.samples)
@@ -96,6 +95,14 @@ def start(path: Path, config: Config, log: Callable[[str], None]) -> TrainState:
         log(f"resumed from {path}: step {state.step}, {state.samples} samples")
         return state
     return init_state(config)
+
+
+def check_folder(folder: Path):
+    """The run's folder, tried before hours are spent. ConfigError where nothing can be written into it."""
+    try:
+        checkpoint.try_folder(folder)
+    except OSError as error:
+        raise ConfigError(f"traindir {folder}: nothing can be written there ({error.strerror}): give --traindir another folder") from None
 
 
 def save(path: Path, state: TrainState, config: Config):
@@ -237,4 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReplicaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: what was saved last is whole, and the same command goes on from there", file=sys.stderr)
+        return 130
     return 0

@@ -318,7 +318,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_another_model_or_board_is_refused_with_both_values(saved, key, saved_value, options):
     message = refusal(saved, CONFIG.replace(**options))
     wanted = {"model_config": "'hidden_size': 96", "pos_len": "19"}[key]
-    assert key in message and saved_value in message and wanted in message and "--no-resume" in message
+    assert key in message and saved_value in message and wanted in message and "--traindir" in message
 
 
 @pytest.mark.parametrize(
@@ -407,6 +407,11 @@ def test_counts_and_statistics_must_be_usable_numbers(content, write, value):
         assert "must be numbers" in refusal(write(changed)), key
 
 
+@pytest.mark.parametrize("key", ["step", "samples"])
+def test_negative_counts_are_refused(content, write, key):
+    assert "not negative" in refusal(write(content | {"meta": content["meta"] | {key: -5}}))
+
+
 # Saving
 
 
@@ -419,11 +424,11 @@ def test_a_failed_save_leaves_the_old_file(state, saved, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.pickle, "dump", half)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="cannot be saved .No space left on device.; the checkpoint before it is whole"):
         save_checkpoint(path, drawn(state, 5), CONFIG)
-    assert path.read_bytes() == saved.read_bytes()
+    assert path.read_bytes() == saved.read_bytes() and os.listdir(tmp_path) == [checkpoint.FILE_NAME]
     monkeypatch.undo()
-    save_checkpoint(path, drawn(state, 5), CONFIG)  # what was left beside it is no obstacle
+    save_checkpoint(path, drawn(state, 5), CONFIG)
     assert path.read_bytes() != saved.read_bytes() and os.listdir(tmp_path) == [checkpoint.FILE_NAME]
 
 

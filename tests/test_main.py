@@ -162,6 +162,25 @@ def test_devices_are_there_or_refused():
         command.start_devices(17)
 
 
+@pytest.mark.parametrize("flag", ["--report", "--json"])
+def test_a_report_that_cannot_be_written_is_refused_at_once(capsys, tmp_path, flag, monkeypatch):
+    monkeypatch.setattr(command, "run_faults", lambda *_: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("mine")
+    code, _, err = run(capsys, "faults", flag, tmp_path / "file" / "below")
+    assert code == 2 and len(err) == 1 and f"{flag} {tmp_path / 'file' / 'below'}: cannot be written" in err[0]
+    if flag == "--json":
+        assert "is a folder" in run(capsys, "faults", flag, tmp_path)[2][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupted_command_says_so(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_check_mesh", interrupted)
+    assert run(capsys, "check-mesh") == (130, "", ["interrupted"])
+
+
 def test_no_import_starts_jax():
     """The commands ask for their devices after their imports: an array made at import would leave them one device."""
     code = (

@@ -489,9 +489,18 @@ def test_a_missing_folder_is_named(data, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_interrupted_run_says_what_is_left(data, tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.__globals__, "train", interrupted)
+    assert main(words_of(**OPTIONS, traindir=tmp_path / "run", datadir=data)) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
 def test_a_traindir_that_is_a_file_is_refused_before_training(data, tmp_path, capsys, recorded):
     (tmp_path / "run").write_text("mine")
-    assert "is not a folder" in refused(capsys, traindir=tmp_path / "run", datadir=data)
+    assert "nothing can be written there" in refused(capsys, traindir=tmp_path / "run", datadir=data)
     assert (tmp_path / "run").read_text() == "mine" and recorded == []
 
 

@@ -1,6 +1,7 @@
 """Both sides through one tape, and the verdict."""
 
 import functools
+import math
 import os
 import subprocess
 import tempfile
@@ -9,12 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import ArrayLike as Array
 from rich.progress import Progress
 
 from ..config import Config, ConfigError
+from ..state import learned_shapes
 from . import compare, limits, recording, shard_side
 from .faults import FAULTS, check_names
 from .trace import Side, Tape, Trace, record, record_states
@@ -92,7 +95,10 @@ def run_elsewhere(python: str, folder: Path, flags: Sequence[str]) -> tuple[Trac
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
             raise ConfigError(f"{python}: the old stack ended with exit code {done.returncode}: {last}")
-        return recording.read_trace(Path(out))
+        try:
+            return recording.read_trace(Path(out))
+        except recording.RecordingError:
+            raise ConfigError(f"{python}: ended well but left no trace: is it a Python interpreter?") from None
 
 
 class Drifts(NamedTuple):
@@ -142,15 +148,27 @@ class Steps(Protocol):
 
 
 def compare_steps(old: Steps, new: Steps, batches: Iterable[Any], reference: Steps | None = None) -> compare.Comparison:
-    """The same batches through two steps: equal bits of every leaf, or with a float64 reference the three-way bound."""
+    """The same batches through two steps: equal bits of every leaf, or with a float64 reference the three-way bound.
+
+    Raises CompareError where there are no batches, or a side does not keep to the protocol.
+    """
     batches = list(batches)
+    if not batches:
+        raise compare.CompareError("nothing to compare: there are no batches")
 
     def run(side):
         state = side.start()
         trace = [side.to_host(state)]
         for batch in batches:
-            state, stages = side.step(state, batch)
+            returned = side.step(state, batch)
+            if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+                raise compare.CompareError(f"{type(side).__name__}.step must return (state, dict of arrays), not {type(returned).__name__}")
+            state, stages = returned
             trace.append(stages | side.to_host(state))
+        unknown = sorted(name for name in trace[-1] if name.partition("/")[0] not in compare.STAGES)
+        if unknown:
+            stages = ", ".join(compare.STAGES)
+            raise compare.CompareError(f"{type(side).__name__}: {unknown[0]!r} names no stage; names are <stage>/<leaf> with a stage of {stages}")
         return [{name: np.asarray(leaf) for name, leaf in step.items()} for step in trace]
 
     return compare.compare(run(old), run(new), None if reference is None else run(reference))
@@ -170,7 +188,9 @@ def tape_facts(tape: Tape) -> dict[str, str]:
     config = Config(**tape.options)
     dtypes = [name for name in Config.__dataclass_fields__ if name.endswith("_dtype")]
     shown = [name for name in tape.options if name not in (*dtypes, "data_parallel", "data_parallel_devices")]
+    params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(learned_shapes(config).net))
     return {
+        "model": f"{config.model_kind}, pos_len {config.pos_len}, {params / 1e6:.3g} million parameters",
         "mesh": f"{max(1, config.data_parallel_devices)} devices, {config.batch_size} rows a batch, {config.steps_per_jit} steps a call",
         "dtypes": ", ".join(f"{name.removesuffix('_dtype')} {getattr(config, name)}" for name in dtypes),
         "start": str(tape.checkpoint or "fresh, from the seed"),

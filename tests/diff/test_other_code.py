@@ -64,5 +64,21 @@ def test_nothing_to_compare_is_refused():
         def to_host(self, state):
             return {}
 
-    with pytest.raises(CompareError, match="nothing to compare"):
-        compare_steps(Empty(1), Empty(1), [])
+    assert "holds no leaf" in compare_steps(Empty(1), Empty(1), [1]).first_bad.reason
+    with pytest.raises(CompareError, match="there are no batches"):
+        compare_steps(Counter(1), Counter(1), [])
+
+
+def test_what_is_not_the_protocol_is_named():
+    class Bare(Counter):
+        def step(self, state, batch):
+            return state
+
+    class Unnamed(Counter):
+        def to_host(self, state):
+            return {"w": state}
+
+    with pytest.raises(CompareError, match=r"Bare.step must return \(state, dict of arrays\), not float32"):
+        compare_steps(Counter(1), Bare(1), [1])
+    with pytest.raises(CompareError, match="Unnamed: 'w' names no stage"):
+        compare_steps(Unnamed(1), Counter(1), [1])
