@@ -147,6 +147,7 @@ def test_four_steps_in_one_call_equal_four_calls_bit_for_bit(step, batches, run)
     assert metrics == {name: float(value) for name, value in summed.items() if name != "lr"}
 
 
+@pytest.mark.long
 def test_an_update_compiled_apart_makes_the_same_steps(batches):
     """--muon-split-jit: two steps in one call, then one; with donation, clipping and a moving average."""
     found = []

@@ -27,7 +27,7 @@ def test_default_mode_keeps_the_three_way_bound(tmp_path):
 
 
 def test_a_fault_exits_with_1_and_is_named(tmp_path):
-    result = kgo_shard("diff", "--steps", 1, "--exact", "--fault", "decay_on_norms", "--report", tmp_path)
+    result = kgo_shard("diff", "--steps", 1, "--exact", "--states-only", "--fault", "decay_on_norms", "--report", tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "first at step 1, stage parameters, leaf blocks/0/norm1/weight" in json.loads((tmp_path / "report.json").read_text())["verdict"]
 
@@ -38,7 +38,8 @@ def test_a_fault_exits_with_1_and_is_named(tmp_path):
         (("--batch-size", "30"), "batch_size 30"),
         (("--fault", "gremlins"), "gremlins"),
         (("--checkpoint", "nowhere.pkl"), "nowhere.pkl"),
-        (("--pos-len", "19"), "pos_len"),
+        (("--pos-len", "19"), "--pos-len"),
+        (("--states-only",), "--states-only needs --exact"),
         (("--steps", "0"), "--steps 0"),
         (("--devices", "0"), "--devices 0"),
         (("--lr", "nan"), "lr"),
