@@ -6,8 +6,11 @@ finishes them inside the step (augment.py). `read_batches` is the original's for
 
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,32 +59,68 @@ def epoch_files(files: Sequence[Path], seed: int) -> list[Path]:
     return files
 
 
-def read_packed_batches(files: Sequence[str | Path], config: Config, seed: int) -> Iterator[dict[str, np.ndarray]]:
+@dataclass
+class Place:
+    """Where a run stands in an epoch: what its next batch is and what it draws. A run that is saved carries it."""
+
+    order: list[Path] = field(default_factory=list)  # the epoch's files; none: the next epoch has not begun
+    seed: int = 0  # of the epoch: the run's plus the step at which the epoch began
+    file: int = 0  # index in `order`
+    batch: int = 0  # batches of that file that are done
+    rand: np.random.Generator | None = None  # history and symmetry draws, after those of the batches that are done
+
+    def begin(self, files: Sequence[Path], seed: int):
+        """An epoch over all files, from its first batch."""
+        self.order, self.seed, self.file, self.batch, self.rand = epoch_files(files, seed), seed, 0, 0, np.random.default_rng(seed)
+
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        """Plain values; the files as seen from their `folder`, which may be another one when the run goes on."""
+        state = None if self.rand is None else self.rand.bit_generator.state
+        order = [os.path.relpath(path, folder) for path in self.order]
+        return {"order": order, "seed": self.seed, "file": self.file, "batch": self.batch, "rand": state}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], folder: Path) -> "Place":
+        rand = None
+        if saved["rand"] is not None:
+            rand = np.random.default_rng()
+            rand.bit_generator.state = saved["rand"]
+        return cls([folder / name for name in saved["order"]], saved["seed"], saved["file"], saved["batch"], rand)
+
+
+def read_packed_batches(
+    files: Sequence[str | Path], config: Config, seed: int, place: Place | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Batches of B consecutive rows of each file, in the order given; a file's remainder is dropped.
 
     Each batch is a dict of the six arrays in their stored dtypes (see `npz.load_rows`) and, where enabled,
-    `historyInclude` (B, 5) float32 and `symmetry` (B,) int32. Raises DataError where no file holds B rows.
+    `historyInclude` (B, 5) float32 and `symmetry` (B,) int32. Starts at `place` where one is given, and moves it on before each
+    batch is handed out. Raises DataError where no file holds B rows.
     """
-    rand = np.random.default_rng(seed)
+    place = Place(rand=np.random.default_rng(seed)) if place is None else place
     images = SYMMETRIES[config.symmetry_type]
     num_read = rows_read(config)
-    largest = 0, None
-    for path in files:
+    largest, resumed = (0, None), (place.file, place.batch) != (0, 0)
+    while place.file < len(files):
+        path = files[place.file]
         rows = load_rows(path, config.pos_len)
         num_rows = len(rows[layout.TARGETS])
         largest = max(largest, (num_rows, path), key=lambda entry: entry[0])
-        for start in range(0, num_rows - num_read + 1, num_read):
+        while (start := place.batch * num_read) + num_read <= num_rows:
             batch = {key: value[start : start + num_read] for key, value in rows.items()}
             if config.enable_history_matrices:
-                batch[layout.HISTORY] = draw_history(rand, num_read)
+                batch[layout.HISTORY] = draw_history(place.rand, num_read)
             if config.symmetry_type == "all":
                 batch = {key: np.concatenate([value] * 8) for key, value in batch.items()}
                 batch[layout.SYMMETRY] = np.repeat(np.arange(8, dtype=np.int32), num_read)
             elif images:
-                image = images[rand.integers(0, len(images))]
+                image = images[place.rand.integers(0, len(images))]
                 batch[layout.SYMMETRY] = np.full(num_read, image, np.int32)
+            place.batch += 1
             yield batch
-    refuse_small_files(num_read, *largest)
+        place.file, place.batch = place.file + 1, 0
+    if not resumed:  # the rest of an epoch may well hold no batch
+        refuse_small_files(num_read, *largest)
 
 
 def rows_read(config: Config) -> int:

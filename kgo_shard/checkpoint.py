@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from .loss import MovingStatistics
 from .mesh import make_mesh, put_state
 from .optim import Moments
 from .state import Learned, TrainState, init_ema, learned_shapes, to_host
+from .store import FOLDER, RUN, CheckpointError, complete, newest, read
 
 FILE_NAME = "checkpoint_jax.pkl"
 
@@ -32,10 +34,6 @@ ALLOWED = {
     ("collections", "OrderedDict"),
     ("_codecs", "encode"),  # how protocol 2 writes bytes
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file, the thing and the remedy."""
 
 
 class ArrayUnpickler(pickle.Unpickler):
@@ -68,21 +66,43 @@ def read_pickle(path: str | Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: str | Path, config: Config) -> TrainState:
-    """The state of a `checkpoint_jax.pkl` (or of the folder that holds one), on the devices.
+    """The state of a `checkpoint_jax.pkl`, of an own checkpoint, or of the newest in a run folder that is whole; on the devices.
 
     Raises CheckpointError naming both values where the file's model, board, optimizer or block layout is another, and
     the leaf where one is missing, extra or of another shape. A moving average that is asked for but absent starts from
     the parameters.
     """
     path = Path(path)
-    path = path / FILE_NAME if path.is_dir() else path
+    if path.is_dir():
+        found = find_newest(path)
+        if found is not None:
+            return from_trees(found[0], found[1], found[2] | found[1]["statistics"], config)
+        path = path / FILE_NAME
     content = read_pickle(path)
-    meta = content["meta"]
-    check_meta(path, meta, config)
-    like = learned_shapes(config)
+    check_meta(path, content["meta"], config)
     for key in ("m", "v"):
         if not isinstance(content["opt_state"].get(key), dict):
             raise CheckpointError(f"{path}: key opt_state/{key} is missing: this is not a checkpoint of this trainer")
+    return from_trees(path, content, content["meta"], config)
+
+
+def find_newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
+    """The own checkpoint that `folder` is, or the newest whole one of the run folder, as `store.read` gives it; None where there is
+    none or the original's file is further."""
+    if (folder / RUN).is_file():
+        return folder, *read(folder)
+    found = next(newest(folder / FOLDER, lambda text: print(f"warning: {text}", file=sys.stderr)), None)
+    pickled = folder / FILE_NAME
+    if found is not None and pickled.exists() and count_steps(pickled) > found[2]["step"]:
+        return None
+    if found is None and complete(folder / FOLDER) and not pickled.exists():
+        raise CheckpointError(f"{folder / FOLDER}: every checkpoint is damaged: begin in another --traindir")
+    return found
+
+
+def from_trees(path: Path, content: dict[str, Any], meta: dict[str, Any], config: Config) -> TrainState:
+    """The state on the devices from nested dicts of named leaves, and `meta` with the counts and statistics; see `load_checkpoint`."""
+    like = learned_shapes(config)
     net = take(path, "params", content["params"], like.net)
     opt_state = Moments(*(take(path, f"opt_state/{key}", content["opt_state"][key], getattr(like.opt_state, key)) for key in ("m", "v")))
     ema = None
@@ -98,9 +118,25 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
         if min(step, samples) < 0:
             raise ValueError(f"step {step}, samples {samples}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers, the counts not negative ({error!r})") from None
+        raise CheckpointError(
+            f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers, the counts not negative ({error!r})"
+        ) from None
     learned = Learned(net, opt_state, ema, statistics)
     return TrainState(put_state(make_mesh(config), learned), step, samples)
+
+
+def to_trees(learned: Learned) -> dict[str, Any]:
+    """Nested dicts of named leaves, as `from_trees` takes them; the arrays stay where they are."""
+    trees = {"params": learned.net, "m": learned.opt_state.m, "v": learned.opt_state.v, "ema_params": learned.ema}
+    nested = {kind: convert.nest(convert.to_named(tree)) for kind, tree in trees.items() if tree is not None}
+    statistics = {"moving_sum": learned.statistics.sum, "moving_weight": learned.statistics.weight}
+    return {"opt_state": {kind: nested.pop(kind) for kind in ("m", "v")}} | nested | {"statistics": statistics}
+
+
+def count_steps(path: Path) -> int:
+    """The step of a `checkpoint_jax.pkl`; -1 where it names none."""
+    step = read_pickle(path)["meta"].get("step")
+    return step if isinstance(step, int) else -1
 
 
 def take(path: Path, kind: str, tree, like):

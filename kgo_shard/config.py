@@ -189,6 +189,10 @@ class Config:
     compute_dtype: str = option("bfloat16", "dtype of matrix products", choices=tuple(DTYPES))
     objective: str = option("replica", "seki weight from each device's own rows, or from the batch", choices=("replica", "global"))
     data_parallel_devices: int = option(0, "devices to use with --data-parallel (0: all local ones)", low=0)
+    checkpoint_format: str = option("orbax", "own checkpoints, or the original's single file", choices=("orbax", "legacy"))
+    keep: int = option(3, "own checkpoints to keep", low=1)
+    resume_order: str = option("exact", "a resumed run finishes its epoch, or begins another as the original does", choices=("exact", "legacy"))
+    allow_changes: str = option("", "options that may differ from the checkpoint's, separated by commas")
     check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off)", low=0)
 
     def __init__(self, **options):
@@ -213,6 +217,9 @@ class Config:
             raise ConfigError(f"data_parallel_devices is {self.data_parallel_devices} but data_parallel is off: turn it on")
         if self.data_parallel_devices and self.batch_size % self.data_parallel_devices:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
+        unknown = sorted(set(filter(None, self.allow_changes.split(","))) - {f.name for f in fields(self)})
+        if unknown:
+            raise ConfigError(f"allow_changes names {unknown[0]}, which is no option")
         for name in ("component_profile", "muon_split_jit"):
             if self.data_parallel and getattr(self, name):
                 raise ConfigError(f"data_parallel does not go with {name}: train on one device, or without {name}")

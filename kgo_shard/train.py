@@ -1,30 +1,39 @@
 """The host loop: batch, step, log, validate, save."""
 
+import fcntl
 import itertools
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from . import checkpoint, layout
-from .batches import check_files, epoch_files, read_packed_batches, read_validation, rows_read
+from . import checkpoint, layout, resume
+from .batches import Place, check_files, epoch_files, read_packed_batches, read_validation, rows_read
 from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .flops import muon_line, training_flops
+from .mesh import make_mesh
 from .npz import DataError
 from .profile import profile_components
 from .replicas import ReplicaError, check_replicas
+from .resume import Memory
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
+from .store import Store, clear_unfinished, complete
 
 SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 
 
 def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
-    """Train until `max_training_samples`, resuming from the run folder's checkpoint; the original's loop and log lines.
+    """Train until `max_training_samples`, going on from the run folder's newest checkpoint; the original's loop and log lines.
 
+    Where the run was killed or stopped (SIGTERM, SIGINT: it saves and returns) it goes on as if it had not been.
     With `component_profile` it times the parts of a step instead: it neither trains nor writes.
     Raises ConfigError, DataError or CheckpointError before anything is written.
     """
@@ -34,52 +43,165 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     data = Path(config.datadir)
     train_files = check_files(data / "train", config, rows_read(config))
     val_files = check_files(data / "val", config, config.batch_size)
-    path = Path(config.traindir) / checkpoint.FILE_NAME
     for _ in read_validation(val_files, config, 0):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
-    state = start(path, config, log)
-    if config.optimizer == "muon":
-        log(muon_line(config))
-    if config.component_profile:
-        seed = config.seed + state.step
-        batch = next(read_packed_batches(epoch_files(train_files, seed), config, seed))
-        for line in profile_components(state, batch, config):
-            log(line)
-        return state
-    check_folder(path.parent)
-    step, evaluate = make_train_step(config), make_eval_step(config)
-    window, warned = Window(state.step), config.allow_nonfull_mask
-    save_marks = Marks(config.save_every_samples, state.samples)
-    val_marks = Marks(config.val_every_samples, state.samples)
-    replica_marks = Marks(config.check_replicas, state.step)
-    chunks = training_chunks(train_files, config, lambda: state)
-    times = StepTimes() if config.log_step_time else None
-    if times:
-        step, chunks = times.timed_step(step), times.timed_chunks(chunks)
-    for chunk in chunks:
-        warned = warned or warn_of_small_boards(chunk, config)
-        state, metrics = step(state, chunk)
-        window.add(metrics)
-        done = state.samples >= config.max_training_samples
-        if replica_marks.reached(state.step, at_end=False):
-            check_replicas(state)
-        if state.step - window.start_step >= config.print_every:
-            log(window.line(state, config))
-            if times:
-                log(times.take_line(state.step, state.step - window.start_step))
-            window = Window(state.step)
-        if val_marks.reached(state.samples, done):
-            log(validate(evaluate, state, val_files, config))
-        if save_marks.reached(state.samples, done and not config.no_final_save):
-            save(path, state, config)
+    with Keeper(config, train_files, log) as keeper, StopSignals() as stop:
+        state, memory = keeper.start()
+        if config.optimizer == "muon":
+            log(muon_line(config))
+        if config.component_profile:
+            seed = config.seed + state.step
+            batch = next(read_packed_batches(epoch_files(train_files, seed), config, seed))
+            for line in profile_components(state, batch, config):
+                log(line)
+            return state
+        keeper.claim()
+        step, evaluate = make_train_step(config), make_eval_step(config)
+        window, warned = Window.from_json(memory.window), memory.warned or config.allow_nonfull_mask
+        save_marks = Marks(config.save_every_samples, memory.marks["save"])
+        val_marks = Marks(config.val_every_samples, memory.marks["validate"])
+        replica_marks = Marks(config.check_replicas, memory.marks["replicas"])
+        chunks = training_chunks(train_files, config, lambda: state, memory.place)
+        times = StepTimes() if config.log_step_time else None
+        if times:
+            step, chunks = times.timed_step(step), times.timed_chunks(chunks)
+        for chunk in chunks:
+            warned = warned or warn_of_small_boards(chunk, config)
+            state, metrics = step(state, chunk)
+            window.add(metrics)
+            done = state.samples >= config.max_training_samples
+            if replica_marks.reached(state.step, at_end=False):
+                check_replicas(state)
+            if state.step - window.start_step >= config.print_every:
+                log(window.line(state, config))
+                if times:
+                    log(times.take_line(state.step, state.step - window.start_step))
+                window = Window(state.step)
+            if val_marks.reached(state.samples, done):
+                log(validate(evaluate, state, val_files, config))
+            if save_marks.reached(state.samples, done and not config.no_final_save or stop.signal is not None):
+                marks = {"save": save_marks.next, "validate": val_marks.next, "replicas": replica_marks.next}
+                keeper.save(state, Memory(memory.place, window.to_json(), marks, warned))
+            if stop.signal and not done:
+                keeper.wait()
+                log(f"stopped by {stop.signal} after step {state.step}: saved in {config.traindir}, the same command goes on from there")
+                break
     return state
 
 
-class Marks:
-    """When to save, validate or check: whenever `every` more samples (or steps) are done (0: never), and at the end."""
+class Keeper:
+    """The run folder: what the run starts from and what it leaves there, in the own format or in the original's."""
 
-    def __init__(self, every: int, samples: int):
-        self.every, self.next = every, samples + every
+    def __init__(self, config: Config, files: Sequence[Path], log: Callable[[str], None]):
+        self.config, self.files, self.log = config, files, log
+        self.folder, self.data = Path(config.traindir), Path(config.datadir) / "train"
+        self.store = Store(self.folder, config.keep)
+        self.lock = None
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            self.store.close()
+        except checkpoint.CheckpointError:
+            if kind is None:  # else the first error is the one to hear of
+                raise
+        finally:
+            if self.lock is not None:
+                self.lock.close()
+
+    def claim(self):
+        """Make the folder this run's alone. ConfigError where it cannot be written, or another trainer has it."""
+        try:
+            checkpoint.try_folder(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / "lock", "w")
+        except OSError as error:
+            raise ConfigError(
+                f"traindir {self.folder}: nothing can be written there ({error.strerror}): give --traindir another folder"
+            ) from None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"traindir {self.folder}: another trainer is at work there: wait for it, or give --traindir another folder") from None
+        clear_unfinished(self.store.folder)
+        if self.config.no_resume and complete(self.store.folder):
+            kept = next(path for number in itertools.count(1) if not (path := self.folder / f"{self.store.folder.name}.before{number}").exists())
+            self.store.folder.rename(kept)
+            self.log(f"the checkpoints that were there are kept in {kept}")
+
+    def start(self) -> tuple[TrainState, Memory]:
+        """The newest checkpoint's state and memory, where there is one and the run wants it, else a fresh beginning."""
+        config, pickled = self.config, self.folder / checkpoint.FILE_NAME
+        found = None if config.no_resume else checkpoint.find_newest(self.folder)
+        if found is None and (config.no_resume or not pickled.exists()):
+            return self.fresh(init_state(config))
+        if found is None:
+            state = checkpoint.load_checkpoint(pickled, config)
+            self.log(f"resumed from {pickled}: step {state.step}, {state.samples} samples")
+            return self.fresh(state)
+        path, tree, run = found
+        memory = resume.from_json(path, run, config, self.files, self.data)
+        state = checkpoint.from_trees(path, tree, run | tree["statistics"], config)
+        self.log(f"resumed from {path}: step {state.step}, {state.samples} samples")
+        if config.resume_order == "legacy":
+            return self.fresh(state)
+        devices = make_mesh(config).size
+        if devices != run["devices"]:
+            says = "as it would have been but for rounding" if config.objective == "global" else (
+                "another than it would have been: each device's seki weight comes from its own rows; --objective global takes the batch's"
+            )
+            self.log(f"on {devices} devices, before on {run['devices']}: the next loss is {says}")
+        return state, memory
+
+    def fresh(self, state: TrainState) -> tuple[TrainState, Memory]:
+        """A beginning as the original's: another epoch, a new window, marks that count from here."""
+        config = self.config
+        marks = {"save": state.samples + config.save_every_samples, "validate": state.samples + config.val_every_samples}
+        return state, Memory(Place(), Window(state.step).to_json(), marks | {"replicas": state.step + config.check_replicas}, False)
+
+    def save(self, state: TrainState, memory: Memory):
+        if self.config.check_replicas:
+            check_replicas(state)
+        if self.config.checkpoint_format == "legacy":
+            checkpoint.save_checkpoint(self.folder / checkpoint.FILE_NAME, state, self.config)
+            return
+        run = resume.to_json(state.step, state.samples, memory, self.config, self.files, self.data)
+        learned = jax.tree.map(jnp.copy, state.learned) if self.config.donate_train_buffers else state.learned
+        self.store.save(state.step, checkpoint.to_trees(learned), run)
+
+    def wait(self):
+        self.store.wait()
+
+
+class StopSignals:
+    """While it is entered, SIGTERM and SIGINT do not end the process: `signal` is the name of the one that came, or None."""
+
+    def __init__(self):
+        self.signal: str | None = None
+        self.former = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self.former = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def note(self, number, frame):
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # asked twice: at once
+        self.signal = signal.Signals(number).name
+
+    def __exit__(self, *_):
+        for number, handler in self.former.items():
+            signal.signal(number, handler)
+
+
+class Marks:
+    """When to save, validate or check: from `next` on whenever `every` more samples (or steps) are done (0: never), and at the end."""
+
+    def __init__(self, every: int, next: int):
+        self.every, self.next = every, next
 
     def reached(self, samples: int, at_end: bool) -> bool:
         passed = bool(self.every) and samples >= self.next
@@ -88,40 +210,23 @@ class Marks:
         return passed or at_end
 
 
-def start(path: Path, config: Config, log: Callable[[str], None]) -> TrainState:
-    """The checkpoint's state, where there is one and the run wants it, else a fresh one."""
-    if path.exists() and not config.no_resume:
-        state = checkpoint.load_checkpoint(path, config)
-        log(f"resumed from {path}: step {state.step}, {state.samples} samples")
-        return state
-    return init_state(config)
-
-
-def check_folder(folder: Path):
-    """The run's folder, tried before hours are spent. ConfigError where nothing can be written into it."""
-    try:
-        checkpoint.try_folder(folder)
-    except OSError as error:
-        raise ConfigError(f"traindir {folder}: nothing can be written there ({error.strerror}): give --traindir another folder") from None
-
-
-def save(path: Path, state: TrainState, config: Config):
-    if config.check_replicas:
-        check_replicas(state)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save_checkpoint(path, state, config)
-
-
-def training_chunks(files: Sequence[Path], config: Config, current: Callable[[], TrainState]) -> Iterator[list[Batch]]:
+def training_chunks(
+    files: Sequence[Path], config: Config, current: Callable[[], TrainState], place: Place | None = None
+) -> Iterator[list[Batch]]:
     """The batches of a run, `steps_per_jit` at a time, until `max_training_samples`; an epoch's last chunk may be shorter.
 
-    An epoch's file order and draws come from the seed plus the step at which it starts, which is asked of `current`.
+    An epoch's file order and draws come from the seed plus the step at which it starts, which is asked of `current`. Where a
+    `place` is given, the epoch that it stands in is finished first; it always says where the next chunk begins.
     """
+    place = Place() if place is None else place
     while current().samples < config.max_training_samples:
-        seed = config.seed + current().step
-        batches = read_packed_batches(epoch_files(files, seed), config, seed)
+        if not place.order:
+            place.begin(files, config.seed + current().step)
+        batches = read_packed_batches(place.order, config, place.seed, place)
         while chunk := list(itertools.islice(batches, min(config.steps_per_jit, steps_left(current(), config)))):
             yield chunk
+        if current().samples < config.max_training_samples:
+            place.order = []  # the epoch is over
 
 
 def warn_of_small_boards(chunk: Sequence[Batch], config: Config) -> bool:
@@ -150,6 +255,18 @@ class Window:
         self.start_time = time.perf_counter()
         self.sums: dict[str, np.float32] = {}
         self.learning_rate = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        sums = {name: float(value) for name, value in self.sums.items()}
+        return {"start_step": self.start_step, "seconds": time.perf_counter() - self.start_time, "sums": sums, "learning_rate": self.learning_rate}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> "Window":
+        window = cls(saved["start_step"])
+        window.start_time -= saved["seconds"]
+        window.sums = {name: np.float32(value) for name, value in saved["sums"].items()}
+        window.learning_rate = saved["learning_rate"]
+        return window
 
     def add(self, metrics: dict[str, float]):
         self.learning_rate = metrics["lr"]

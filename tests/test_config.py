@@ -73,7 +73,10 @@ ORIGINAL = {
     "score_mode": "simple",
     "xla_peak_tflops": 918.0,
 }
-BEYOND_THE_ORIGINAL = {"compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0}
+BEYOND_THE_ORIGINAL = {
+    "compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0,
+    "checkpoint_format": "orbax", "keep": 3, "resume_order": "exact", "allow_changes": "",
+}  # fmt: skip
 
 
 def test_every_option_of_the_original_has_its_default():
@@ -288,6 +291,10 @@ FLAGS = [
     ("--objective", "global", "global"),
     ("--data-parallel-devices", "4", 4),
     ("--check-replicas", "50", 50),
+    ("--checkpoint-format", "legacy", "legacy"),
+    ("--keep", "2", 2),
+    ("--resume-order", "legacy", "legacy"),
+    ("--allow-changes", "lr,seed", "lr,seed"),
 ]
 
 

@@ -47,18 +47,18 @@ DEVICE_ROWS = (
     DeviceRow(".step", "optimizer steps: also the position in the schedule and Adam's t", "meta/step", "counts, learning_rate"),
     DeviceRow(".samples", "rows trained on", "meta/samples", "counts"),
 )
-RESTARTS = "no: a resumed run starts an epoch of its own, as the original"
+# In the own format; the original's file has none of it, and a run that is resumed from it begins an epoch and a window of its own.
 HOST_ROWS = (
-    HostRow("random draws (symmetry, history)", "batches.read_packed_batches", ("rand",), "NumPy generator", RESTARTS, "batch"),
-    HostRow("order of the files", "train.training_chunks", ("seed", "batches"), "seeded with seed + step", RESTARTS, "batch"),
-    HostRow("place in the files", "batches.read_packed_batches", ("path", "rows", "num_rows", "start"), "file, row", RESTARTS, "batch"),
+    HostRow("random draws (symmetry, history)", "batches.Place", ("rand", "seed"), "NumPy generator", "place/rand", "batch"),
+    HostRow("order of the files", "batches.Place", ("order", "place", "batches"), "seeded with seed + step", "place/order", "batch"),
+    HostRow("place in the files", "batches.Place", ("file", "batch", "path", "rows", "num_rows", "start", "resumed"), "file, batch", "place/file, place/batch", "batch"),
     HostRow(
         "window of the log", "train.Window", ("window", "sums", "start_step", "start_time", "learning_rate"), "float32 sums",
-        "no: starts anew", "lines of the log",
+        "window", "lines of the log",
     ),
     HostRow("times of the window", "train.StepTimes", ("times", "data", "host_submit", "train_wait"), "seconds", "no: starts anew", "no: times"),
-    HostRow("next save, validation and check", "train.Marks", ("save_marks", "val_marks", "replica_marks", "next", "every"), "rows", "no: count from the resumed rows", "lines of the log"),
-    HostRow("warned of small boards", "train.train", ("warned",), "bool", "no", "lines on stderr"),
+    HostRow("next save, validation and check", "train.Marks", ("save_marks", "val_marks", "replica_marks", "next", "every"), "rows, steps", "marks", "lines of the log"),
+    HostRow("warned of small boards", "train.train", ("warned",), "bool", "warned", "lines on stderr"),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from kgo_shard import batches
+from kgo_shard import batches, resume
 from kgo_shard.__main__ import main
 from kgo_shard.config import Config
 from kgo_shard.diff import ledger
@@ -43,8 +43,8 @@ def test_the_fields_of_the_state_are_those_of_the_table():
 
 # What holds no state: arguments, and what is computed anew from them in every round of the loop.
 DERIVED = {
-    "train": {"config", "log", "name", "data", "train_files", "val_files", "path", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
-              "done", "seed", "batch", "line"},
+    "train": {"config", "log", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
+              "done", "seed", "batch", "line", "keeper", "stop", "memory", "marks"},
     "training_chunks": {"files", "config", "current", "chunk"},
     "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image"},
 }  # fmt: skip
@@ -59,10 +59,25 @@ def test_every_variable_of_the_loop_is_in_the_ledger_or_derived(function):
     assert DERIVED[function.__name__] <= names, "a name that is gone"
 
 
-@pytest.mark.parametrize("made", [train.Window(0), train.Marks(1, 2), train.StepTimes()], ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize("made", [train.Window(0), train.Marks(1, 2), train.StepTimes(), batches.Place()], ids=lambda made: type(made).__name__)
 def test_every_attribute_of_the_loops_objects_is_in_the_ledger(made):
-    row = next(row for row in ledger.HOST_ROWS if row.owner == f"train.{type(made).__name__}")
-    assert set(vars(made)) <= set(row.names)
+    owner = f"{type(made).__module__.rpartition('.')[2]}.{type(made).__name__}"
+    held = {name for row in ledger.HOST_ROWS if row.owner == owner for name in row.names}
+    assert held and set(vars(made)) <= held
+
+
+def test_what_the_host_is_said_to_save_is_in_the_own_format(tmp_path, rows9):
+    config = Config(pos_len=9, batch_size=16)
+    files, place = batches.find_files(rows9 / "train"), batches.Place()
+    place.begin(files, 1)
+    memory = resume.Memory(place, train.Window(0).to_json(), {"save": 1, "validate": 2, "replicas": 3}, False)
+    run = resume.to_json(4, 64, memory, config, files, rows9 / "train")
+    for row in ledger.HOST_ROWS:
+        for where in row.saved.split(", "):
+            if not where.startswith("no: "):
+                part = run
+                for key in where.split("/"):
+                    part = part[key]  # KeyError: it is not saved
 
 
 def test_what_is_said_to_be_compared_is_a_stage_and_what_is_said_to_be_saved_is():

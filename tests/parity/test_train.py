@@ -133,7 +133,8 @@ def run(module, folder, data, runs) -> dict:
     out, err, codes = io.StringIO(), io.StringIO(), []
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         for options in runs:
-            codes.append(module.main(words_of(**BASE | options, traindir=folder, datadir=data)))
+            own = {"checkpoint_format": "legacy"} if module is NEW else {}
+            codes.append(module.main(words_of(**BASE | options | own, traindir=folder, datadir=data)))
     path = folder / checkpoint.FILE_NAME
     text = out.getvalue().replace(str(folder), "RUN")
     return {"out": text.splitlines(), "err": err.getvalue(), "codes": codes, "meta": checkpoint.read_pickle(path)["meta"] if path.exists() else None}

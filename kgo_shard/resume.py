@@ -1,0 +1,100 @@
+"""What a run remembers besides its state, and whether a run with other options or other data may go on from it."""
+
+import importlib.metadata
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .batches import Place
+from .config import Config
+from .mesh import make_mesh
+from .store import CheckpointError
+
+FORMAT = 1
+# Options that change neither what is computed nor in which order: how long, how often, where, on how many devices.
+HARMLESS = frozenset(
+    "traindir datadir print_every steps_per_jit save_every_samples val_every_samples max_val_batches allow_nonfull_mask no_resume"
+    " no_final_save log_step_time component_profile component_profile_repeats component_profile_grad donate_train_buffers"
+    " xla_peak_tflops data_parallel data_parallel_devices check_replicas checkpoint_format keep resume_order allow_changes".split()
+)
+
+
+@dataclass
+class Memory:
+    """The host's part of a run: with the TrainState it is all that the next step depends on."""
+
+    place: Place
+    window: dict[str, Any]  # the log window, see train.Window
+    marks: dict[str, int]  # where the next save, validation and check are due
+    warned: bool  # of small boards
+
+
+def to_json(step: int, samples: int, memory: Memory, config: Config, files: Sequence[Path], folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's run.json; `files` are the training files in `folder`."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "samples": samples,
+        "devices": make_mesh(config).size,
+        "options": {f.name: getattr(config, f.name) for f in fields(config)},
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")},
+        "place": memory.place.to_json(folder),
+        "window": memory.window,
+        "marks": memory.marks,
+        "warned": memory.warned,
+        "data": {name: content_of(path) for name, path in named(files, folder).items()},
+    }
+
+
+def from_json(path: Path, run: dict[str, Any], config: Config, files: Sequence[Path], folder: Path) -> Memory:
+    """The memory of a checkpoint at `path`. CheckpointError where options or data have changed in a way that matters."""
+    if run.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format {run.get('format')}, but this version reads {FORMAT}: use the version that wrote it")
+    check_options(path, run["options"], config)
+    if run["place"]["order"] and config.resume_order == "exact":
+        check_data(path, run["data"], run["place"]["order"], files, folder)
+    return Memory(Place.from_json(run["place"], folder), run["window"], run["marks"], run["warned"])
+
+
+def check_options(path: Path, saved: dict[str, Any], config: Config):
+    """CheckpointError naming every option whose change would change the run, with both values."""
+    allowed = HARMLESS | set(filter(None, config.allow_changes.split(",")))
+    if config.lr_schedule == "constant":
+        allowed |= {"max_training_samples"}
+    changed = [
+        f"{f.name} was {saved[f.name]!r} and is {getattr(config, f.name)!r}"
+        for f in fields(config)
+        if f.name in saved and f.name not in allowed and saved[f.name] != getattr(config, f.name)
+    ]
+    if changed:
+        names = ",".join(text.partition(" ")[0] for text in changed)
+        raise CheckpointError(
+            f"{path}: options have changed: {'; '.join(changed)}. Give the old values, or --allow-changes {names}, or another --traindir"
+        )
+
+
+def check_data(path: Path, saved: dict[str, str], order: Sequence[str], files: Sequence[Path], folder: Path):
+    """CheckpointError where a file of the epoch that is to be finished is gone or has other content. New files wait for the next epoch."""
+    present = named(files, folder)
+    for name in order:
+        if name not in present:
+            raise CheckpointError(f"{path}: {folder / name} is gone in the middle of its epoch: bring it back, or begin an epoch with --resume-order legacy")
+        if content_of(present[name]) != saved[name]:
+            raise CheckpointError(
+                f"{path}: {folder / name} has other content than when the run was saved, in the middle of its epoch: bring the old "
+                "file back, or begin an epoch with --resume-order legacy"
+            )
+
+
+def named(files: Sequence[Path], folder: Path) -> dict[str, Path]:
+    return dict(zip(Place(order=list(files)).to_json(folder)["order"], files, strict=True))
+
+
+def content_of(path: Path) -> str:
+    """A checksum of what an npz file holds, quick to have: its directory has the CRC-32 of every array."""
+    with zipfile.ZipFile(path) as archive:
+        entries = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
+    return f"{zlib.crc32(repr(entries).encode()):08x}-{sum(size for _, size, _ in entries)}"

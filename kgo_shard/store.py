@@ -1,0 +1,168 @@
+"""The run's own checkpoints: written by Orbax beside the training, complete or not there, each file with its checksum.
+
+    TRAINDIR/checkpoints/00000040/     after step 40; several are kept
+        state/                         every leaf in a folder of its own, named by its path (params.blocks.0.q_proj.w)
+        run.json                       counts, options, versions, place in the data, log window, marks, checksums of the data files
+        checksums.json                 SHA-256 of every other file
+
+A checkpoint is written as `00000040.tmp` and renamed when it is whole, so one that can be seen is complete; one that was damaged
+afterwards is known by its checksums, and the one before it is used.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+# It tells of every save that nothing had to be merged.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+FOLDER = "checkpoints"
+RUN, CHECKSUMS, STATE = "run.json", "checksums.json", "state"
+Tree = dict[str, Any]  # nested dicts of arrays
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file, the thing and the remedy."""
+
+
+class Store:
+    """The checkpoints of one run folder. One save is under way at a time, in a thread of its own."""
+
+    def __init__(self, traindir: Path, keep: int):
+        self.folder, self.keep = traindir / FOLDER, keep
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.saving: tuple[Path, Future] | None = None
+
+    def save(self, step: int, state: Tree, run: dict[str, Any]):
+        """Begin to write a checkpoint; returns as soon as that is under way. The arrays must not be donated before `wait`.
+
+        Raises CheckpointError where the save before this one failed; what was complete is still there.
+        """
+        self.wait()
+        path = self.folder / f"{step:08d}"
+        self.saving = path, self.thread.submit(write, path, state, run)
+
+    def wait(self):
+        """Until the save that is under way is complete, older ones than `keep` then removed. Raises CheckpointError if it failed."""
+        if self.saving is None:
+            return
+        (path, future), self.saving = self.saving, None
+        try:
+            future.result()
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            shutil.rmtree(unfinished(path), ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            before = next(iter(complete(self.folder)), None)
+            kept = f"{before} is whole" if before else "there is none from before"
+            raise CheckpointError(f"{path}: cannot be saved ({reason}); {kept}") from None
+        for old in complete(self.folder)[self.keep :]:
+            remove(old)
+
+    def close(self):
+        try:
+            self.wait()
+        finally:
+            self.thread.shutdown()
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, the newest first."""
+    return sorted((path for path in folder.glob("[0-9]*") if path.name.isdecimal() and path.is_dir()), key=lambda path: int(path.name), reverse=True)
+
+
+def unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def clear_unfinished(folder: Path):
+    """Remove what a killed run left behind. Only for the run that holds the folder."""
+    for path in folder.glob("*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path):
+    """So that it is never seen in part: renamed first."""
+    gone = path.with_name(path.name + ".gone.tmp")  # cleared with what a killed save left
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def write(path: Path, state: Tree, run: dict[str, Any]):
+    """The whole checkpoint, on the disk before it gets its name."""
+    whole = unfinished(path)
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir(parents=True)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save((whole / STATE).absolute(), args=ocp.args.PyTreeSave(jax.tree.map(one_copy, state)))
+    (whole / RUN).write_text(json.dumps(run, indent=1) + "\n")
+    sums = {str(file.relative_to(whole)): checksum(file) for file in sorted(whole.rglob("*")) if file.is_file()}
+    (whole / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
+    for file in (*whole.rglob("*"), whole):
+        sync(file)
+    if path.exists():  # the same step again, after an older checkpoint was chosen
+        remove(path)
+    whole.rename(path)
+    sync(path.parent)
+
+
+def one_copy(leaf):
+    """A replicated array as its first device's copy: Orbax would write a part of every device's."""
+    if isinstance(leaf, jax.Array) and leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return leaf
+
+
+def checksum(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def sync(path: Path):
+    """What was written is on the disk, not only on its way."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> tuple[Tree, dict[str, Any]]:
+    """(state, run.json) of one checkpoint, the arrays on the host. Raises CheckpointError naming what is damaged."""
+    try:
+        sums = json.loads((path / CHECKSUMS).read_text())
+        names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {CHECKSUMS}
+        if not isinstance(sums, dict) or RUN not in sums:
+            raise ValueError(f"{CHECKSUMS} holds no checksum of {RUN}")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {CHECKSUMS} cannot be read ({error}): the checkpoint is damaged") from None
+    for name in sorted(sums.keys() | names):
+        if name not in names or name not in sums or checksum(path / name) != sums[name]:
+            what = "is missing" if name not in names else "is not the checkpoint's" if name not in sums else "was changed: its checksum is another"
+            leaf = name.split("/")[1] if name.startswith(STATE + "/") and name.count("/") > 1 else name
+            raise CheckpointError(f"{path}: {leaf} {what}")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        folder = (path / STATE).absolute()
+        shapes = checkpointer.metadata(folder).item_metadata.tree
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        state = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arguments))
+    return state, json.loads((path / RUN).read_text())
+
+
+def newest(folder: Path, warn) -> Iterator[tuple[Path, Tree, dict[str, Any]]]:
+    """The readable checkpoints, the newest first; `warn` is told of those that are damaged."""
+    for path in complete(folder):
+        try:
+            yield path, *read(path)
+        except CheckpointError as error:
+            warn(f"{error}; the one before it is tried")

@@ -1,0 +1,271 @@
+"""Own checkpoints: bits in and out, whole or not there, damage known by its checksum, a changed run or changed data refused."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kgo_shard import checkpoint, resume, store
+from kgo_shard.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, to_trees
+from kgo_shard.config import Config, ConfigError
+from kgo_shard.state import init_state, to_host
+from kgo_shard.store import Store
+from kgo_shard.train import main, train
+
+from .test_continuation import assert_same_bits, words_of
+
+train_module = importlib.import_module("kgo_shard.train")
+SMALL = {
+    "pos_len": 9, "batch_size": 16, "model_kind": "b2c32", "max_training_samples": 64, "save_every_samples": 16, "ema_decay": 0.9,
+    "compute_dtype": "float32", "max_val_batches": 1,
+}  # fmt: skip
+
+
+def config_of(**options) -> Config:
+    return Config(**SMALL | options)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """A step that only counts, so that the loop around it is quick."""
+    terms = dict.fromkeys((*train_module.SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
+
+    def make_train_step(config):
+        def step(state, batches):
+            return type(state)(state.learned, state.step + len(batches), state.samples + len(batches) * config.batch_size), terms | {"lr": 0.1}
+
+        return step
+
+    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
+    monkeypatch.setattr(train_module, "make_eval_step", lambda config: lambda state, batch: terms)
+
+
+def run(traindir, data, **options) -> tuple[list[str], int]:
+    lines = []
+    state = train(config_of(**options, traindir=traindir, datadir=data), log=lines.append)
+    return lines, state.step
+
+
+# Bits
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bf16", "opt_state_dtype": "bf16"}, {"optimizer": "muon", "scan_blocks": True}, {"ema_decay": 0.0}])
+def test_what_is_loaded_is_what_was_saved(tmp_path, options):
+    config = config_of(**options)
+    state = init_state(config)
+    kept = Store(tmp_path, keep=2)
+    kept.save(3, to_trees(state.learned), {"step": 3, "samples": 48})
+    kept.close()
+    for path in (tmp_path, tmp_path / store.FOLDER / "00000003"):  # the run folder, and the checkpoint itself
+        loaded = load_checkpoint(path, config)
+        assert_same_bits(to_host(state) | {"step": np.int64(3), "samples": np.int64(48)}, to_host(loaded))
+    if "param_dtype" in options:
+        assert to_host(loaded)["params/conv_spatial/w"].dtype == ml_dtypes.bfloat16
+
+
+def test_leaves_lie_under_their_paths(tmp_path):
+    state = init_state(config_of())
+    store.write(tmp_path / "1", to_trees(state.learned), {"step": 1})
+    names = {path.name for path in (tmp_path / "1" / store.STATE).iterdir() if path.is_dir()}
+    assert {"params.blocks.0.q_proj.w", "opt_state.m.conv_spatial.w", "ema_params.norm_final.weight", "statistics.moving_sum"} <= names
+
+
+def test_a_state_on_eight_devices_is_written_once(tmp_path):
+    config = config_of(data_parallel=True, data_parallel_devices=8)
+    store.write(tmp_path / "1", to_trees(init_state(config).learned), {"step": 1})
+    parts = [path.name for path in (tmp_path / "1" / store.STATE / "params.conv_spatial.w").iterdir() if path.name != ".zarray"]
+    assert len(parts) == 1
+
+
+# Whole or not there
+
+
+def test_so_many_are_kept_and_the_newest_is_used(tmp_path, rows9, free):
+    run(tmp_path, rows9, keep=2)
+    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000004", "00000003"]
+    lines, step = run(tmp_path, rows9)
+    assert step == 4 and "checkpoints/00000004: step 4, 64 samples" in lines[0]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "add", "sums"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, rows9, free, capsys, damage):
+    run(tmp_path, rows9)
+    newest = tmp_path / store.FOLDER / "00000004"
+    leaf = newest / store.STATE / "params.blocks.1.ffn_w1.w"
+    part = next(path for path in leaf.iterdir() if path.name != ".zarray")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    {
+        "flip": lambda: part.write_bytes(content),
+        "cut": lambda: part.write_bytes(content[:10]),
+        "remove": part.unlink,
+        "add": lambda: (leaf / "extra").write_text("x"),
+        "sums": lambda: (newest / store.CHECKSUMS).write_text("{"),
+    }[damage]()
+    lines, step = run(tmp_path, rows9)
+    named = "checksums.json" if damage == "sums" else "params.blocks.1.ffn_w1.w"
+    assert f"warning: {newest}: {named}" in capsys.readouterr().err
+    assert "00000003: step 3" in lines[0] and step == 4
+    assert_same_bits(*(to_host(load_checkpoint(tmp_path, config_of())) for _ in range(2)))  # step 4 was written anew
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_taken_for_an_empty_one(tmp_path, rows9, free, capsys):
+    run(tmp_path, rows9, keep=1)
+    (tmp_path / store.FOLDER / "00000004" / store.RUN).write_text("{}")
+    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9)) == 2
+    assert "every checkpoint is damaged" in capsys.readouterr().err
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    half = store.unfinished(tmp_path / store.FOLDER / "00000009")
+    half.mkdir()
+    lines, _ = run(tmp_path, rows9)
+    assert "00000004" in lines[0] and not half.exists()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, rows9, free, monkeypatch, capsys):
+    run(tmp_path, rows9, max_training_samples=32)
+    before = {path: path.read_bytes() for path in (tmp_path / store.FOLDER).rglob("*") if path.is_file()}
+
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "sync", full)
+    assert main(words_of(**SMALL | {"allow_changes": "max_training_samples"}, traindir=tmp_path, datadir=rows9)) == 2
+    error = capsys.readouterr().err
+    assert "00000003: cannot be saved (No space left on device)" in error and "00000002 is whole" in error and error.count("\n") == 1
+    assert before == {path: path.read_bytes() for path in (tmp_path / store.FOLDER).rglob("*") if path.is_file()}
+
+
+def test_a_second_trainer_is_refused(tmp_path, rows9, free):
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match="another trainer is at work there"):
+        run(tmp_path, rows9)
+    other.communicate("")
+    assert run(tmp_path, rows9)[1] == 4
+
+
+def test_beginning_afresh_keeps_what_was_there(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    lines, step = run(tmp_path, rows9, no_resume=True, max_training_samples=32)
+    kept = tmp_path / f"{store.FOLDER}.before1"
+    assert step == 2 and str(kept) in lines[0] and [path.name for path in store.complete(kept)][0] == "00000004"
+    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000002", "00000001"]
+
+
+def test_donated_buffers_are_copied_before_they_are_given_away(tmp_path, rows9, monkeypatch):
+    """A step that really donates runs on while the save is written."""
+    begun = []
+    plain = store.write
+    monkeypatch.setattr(store, "write", lambda path, state, run: (begun.append(jax.tree.map(np.asarray, state)), plain(path, state, run)))
+    run(tmp_path, rows9, donate_train_buffers=True)
+    assert len(begun) == 4
+    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000004", "00000003", "00000002"]
+    state, _ = store.read(tmp_path / store.FOLDER / "00000003")
+    assert jax.tree.all(jax.tree.map(np.array_equal, state, begun[2]))
+
+
+# The original's file
+
+
+def test_a_run_of_the_originals_goes_on_in_the_own_format(tmp_path, rows9, free):
+    config = config_of()
+    state = init_state(config)
+    save_checkpoint(tmp_path / checkpoint.FILE_NAME, type(state)(state.learned, 2, 32), config)
+    lines, step = run(tmp_path, rows9)
+    assert "checkpoint_jax.pkl: step 2, 32 samples" in lines[0] and step == 4
+    assert "checkpoints/00000004" in run(tmp_path, rows9)[0][0]
+    # Trained on by the original meanwhile: whichever is further.
+    save_checkpoint(tmp_path / checkpoint.FILE_NAME, type(state)(state.learned, 9, 144), config)
+    assert "checkpoint_jax.pkl: step 9" in run(tmp_path, rows9)[0][0]
+    assert load_checkpoint(tmp_path, config).step == 9
+
+
+# Another run, other data
+
+
+def test_changed_options_are_refused_one_by_one_with_both_values(tmp_path, rows9, free, capsys):
+    run(tmp_path, rows9)
+    before = {path: path.read_bytes() for path in (tmp_path / store.FOLDER).rglob("*") if path.is_file()}
+    changed = SMALL | {"lr": 0.5, "batch_size": 8, "print_every": 3, "keep": 7, "save_every_samples": 32}
+    assert main(words_of(**changed, traindir=tmp_path, datadir=rows9)) == 2
+    error = capsys.readouterr().err
+    assert "batch_size was 16 and is 8" in error and "lr was 0.0002 and is 0.5" in error and "--allow-changes batch_size,lr" in error
+    assert "print_every" not in error and "keep" not in error
+    assert before == {path: path.read_bytes() for path in (tmp_path / store.FOLDER).rglob("*") if path.is_file()}
+    assert main(words_of(**changed, allow_changes="batch_size,lr", traindir=tmp_path, datadir=rows9)) == 0
+
+
+def test_a_longer_run_is_another_schedule_unless_it_is_constant(tmp_path, rows9, free):
+    run(tmp_path / "a", rows9)
+    with pytest.raises(CheckpointError, match="max_training_samples was 64 and is 96"):
+        run(tmp_path / "a", rows9, max_training_samples=96)
+    run(tmp_path / "b", rows9, lr_schedule="constant")
+    assert run(tmp_path / "b", rows9, lr_schedule="constant", max_training_samples=96)[1] == 6
+
+
+def test_an_option_that_does_not_exist_cannot_be_allowed():
+    with pytest.raises(ConfigError, match="allow_changes names leraning_rate"):
+        config_of(allow_changes="lr,leraning_rate")
+
+
+@pytest.fixture
+def own_rows(tmp_path, rows9):
+    """Two training files and one of validation, which may be changed."""
+    for name, rows in (("train/a", 40), ("train/b", 40), ("val/a", 20)):
+        path = tmp_path / "data" / f"{name}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with np.load(rows9 / "train" / "data0.npz") as file:
+            np.savez_compressed(path, **{key: file[key][:rows] for key in file})
+    return tmp_path / "data"
+
+
+def rewrite(path, row=7):
+    with np.load(path) as file:
+        rows = {key: file[key] for key in file}
+    rows["globalTargetsNC"][row, 0] += 0.25
+    np.savez_compressed(path, **rows)
+
+
+def test_changed_data_under_the_same_names_are_noticed(tmp_path, own_rows, free, capsys):
+    run(tmp_path / "run", own_rows, max_training_samples=32)
+    longer = {"max_training_samples": 64, "allow_changes": "max_training_samples"}
+    rewrite(own_rows / "train" / "b.npz")
+    with pytest.raises(CheckpointError, match=r"b.npz has other content.*--resume-order legacy"):
+        run(tmp_path / "run", own_rows, **longer)
+    os.rename(own_rows / "train" / "b.npz", own_rows / "b.npz")
+    with pytest.raises(CheckpointError, match=r"b.npz is gone in the middle of its epoch"):
+        run(tmp_path / "run", own_rows, **longer)
+    assert run(tmp_path / "run", own_rows, **longer, resume_order="legacy")[1] == 4
+
+
+def test_new_files_wait_for_the_next_epoch_and_a_moved_folder_is_no_change(tmp_path, own_rows, free):
+    run(tmp_path / "run", own_rows, max_training_samples=32)
+    os.rename(own_rows, tmp_path / "moved")
+    data = tmp_path / "moved"
+    (data / "train" / "c.npz").write_bytes((data / "train" / "a.npz").read_bytes())
+    longer = {"max_training_samples": 112, "allow_changes": "max_training_samples"}
+    assert run(tmp_path / "run", data, **longer)[1] == 7
+    saved = json.loads((tmp_path / "run" / store.FOLDER / "00000007" / store.RUN).read_text())
+    # Four steps an epoch of two files; the next one has three.
+    assert sorted(saved["place"]["order"]) == ["a.npz", "b.npz", "c.npz"] and saved["place"]["seed"] == 1234 + 4
+
+
+def test_the_content_of_a_file_is_that_of_its_arrays(own_rows):
+    path = own_rows / "train" / "a.npz"
+    before = resume.content_of(path)
+    os.utime(path, (1, 1))
+    assert resume.content_of(path) == before
+    rewrite(path)
+    assert resume.content_of(path) != before
