@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .batches import check_files, find_files, rows_read
-from .checkpoint import try_folder
+from .checkpoint import load_any, save_checkpoint, try_folder, use_average
 from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .diff.recording import EXACT_FLAGS, is_exact
 from .train import main as train_main
@@ -38,6 +38,12 @@ def make_parser() -> Parser:
 
     check = commands.add_parser("check-mesh", help="the smallest check of a mesh, before any training")
     check.add_argument("--devices", type=int, default=16, help="devices; logical ones on a CPU (default 16)")
+
+    convert = commands.add_parser("convert", help="a checkpoint from the original's format into the own one, or back")
+    convert.add_argument("source", type=Path, metavar="FROM", help="a run folder, one of its checkpoints, or a checkpoint_jax.pkl (which needs the training options)")
+    convert.add_argument("target", type=Path, metavar="TO", help="NAME.pkl: the original's file; else a new run folder in the own format")
+    convert.add_argument("--use", choices=("params", "ema"), default="params", help="ema: the moving average becomes the parameters")
+    add_options(convert)
 
     diff = commands.add_parser("diff", help="run the old and the new stack side by side and compare every leaf of every stage")
     add_tape_options(diff)
@@ -108,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     command = {
         "check-mesh": run_check_mesh,
+        "convert": run_convert,
         "diff": run_diff,
         "record": run_record,
         "replay": run_replay,
@@ -179,6 +186,23 @@ def run_check_mesh(arguments, argv) -> int:
     console.print(mesh_table(check))
     console.print(check.verdict())
     return check.exit_code
+
+
+def run_convert(arguments, argv) -> int:
+    from .train import keep_converted
+
+    if arguments.target.exists():
+        raise ConfigError(f"{arguments.target}: is there already: name another place")
+    given = {name: value for name, value in vars(arguments).items() if name in Config.__dataclass_fields__}
+    state, config = load_any(arguments.source, Config(**given) if given else None)
+    if arguments.use == "ema":
+        state = use_average(state)
+    if arguments.target.suffix == ".pkl":
+        save_checkpoint(arguments.target, state, config)
+    else:
+        keep_converted(arguments.target, state, config)
+    print(f"{arguments.target}: step {state.step}, {state.samples} samples, {'moving average' if arguments.use == 'ema' else 'parameters'}")
+    return 0
 
 
 def run_diff(arguments, argv) -> int:

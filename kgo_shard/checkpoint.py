@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,27 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]] | N
     if found is None and complete(folder / FOLDER) and not pickled.exists():
         raise CheckpointError(f"{folder / FOLDER}: every checkpoint is damaged: begin in another --traindir")
     return found
+
+
+def load_any(path: str | Path, config: Config | None) -> tuple[TrainState, Config]:
+    """The state of any checkpoint and the options that go with it: an own one has them, for the original's `config` must say them."""
+    path = Path(path)
+    found = find_newest(path) if path.is_dir() else None
+    if found is not None:
+        saved = {f.name: found[2]["options"][f.name] for f in fields(Config) if f.name in found[2]["options"]}
+        config = Config(**saved | {"data_parallel": False, "data_parallel_devices": 0})
+    elif config is None:
+        raise CheckpointError(f"{path}: the original's file does not hold the options: give them, as for training")
+    return load_checkpoint(path, config), config
+
+
+def use_average(state: TrainState) -> TrainState:
+    """The state with its moving average as the parameters. Raises CheckpointError where it has none."""
+    learned = state.learned
+    if learned.ema is None:
+        raise CheckpointError("the checkpoint has no moving average (--ema-decay was 0)")
+    net = jax.tree.map(lambda average, param: average.astype(param.dtype), learned.ema, learned.net)
+    return TrainState(Learned(net, learned.opt_state, learned.ema, learned.statistics), state.step, state.samples)
 
 
 def from_trees(path: Path, content: dict[str, Any], meta: dict[str, Any], config: Config) -> TrainState:

@@ -175,6 +175,13 @@ class Keeper:
         self.store.wait()
 
 
+def keep_converted(traindir: Path, state: TrainState, config: Config):
+    """`state` as the only checkpoint of a new run folder; a run there begins an epoch, as after the original's file."""
+    with Keeper(config.replace(traindir=traindir, datadir=config.datadir or traindir, checkpoint_format="orbax"), [], print) as keeper:
+        keeper.claim()
+        keeper.save(*keeper.fresh(state))
+
+
 class StopSignals:
     """While it is entered, SIGTERM and SIGINT do not end the process: `signal` is the name of the one that came, or None."""
 
@@ -344,6 +351,12 @@ def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config)
     return f"  VAL [{state.samples} samples]: loss={float(sums['loss']) / count:.4f}, {shown(sums)}"
 
 
+def keep_compiled(config: Config):
+    """What this run compiles is kept in its folder, for its next start; JAX_COMPILATION_CACHE_DIR names another place."""
+    if config.traindir and jax.config.jax_compilation_cache_dir is None and not config.component_profile:
+        jax.config.update("jax_compilation_cache_dir", str(Path(config.traindir).absolute() / "compiled"))
+
+
 def make_parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description="Train with the original's command line.")
     add_options(parser)
@@ -354,7 +367,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`kgo-shard train`: 0 when trained, 1 where replicas part, 2 where it cannot start; one line says what is wrong."""
     arguments = make_parser("kgo-shard train").parse_args(argv)
     try:
-        train(from_arguments(arguments), log=lambda line: print(line, flush=True))
+        config = from_arguments(arguments)
+        keep_compiled(config)
+        train(config, log=lambda line: print(line, flush=True))
     except (ConfigError, DataError, checkpoint.CheckpointError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2

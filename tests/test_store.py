@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kgo_shard import checkpoint, resume, store
+from kgo_shard.__main__ import main as kgo_shard_main
 from kgo_shard.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, to_trees
 from kgo_shard.config import Config, ConfigError
 from kgo_shard.state import init_state, to_host
@@ -269,3 +270,46 @@ def test_the_content_of_a_file_is_that_of_its_arrays(own_rows):
     assert resume.content_of(path) == before
     rewrite(path)
     assert resume.content_of(path) != before
+
+
+# From one format into the other
+
+
+def test_own_to_original_and_back_is_the_same(tmp_path, rows9, free, capsys):
+    run(tmp_path / "run", rows9)
+    assert command("convert", tmp_path / "run", tmp_path / "c.pkl") == 0
+    assert_same_bits(to_host(load_checkpoint(tmp_path / "run", config_of())), to_host(load_checkpoint(tmp_path / "c.pkl", config_of())))
+    assert command("convert", tmp_path / "c.pkl", tmp_path / "again", *words_of(**SMALL)) == 0
+    assert_same_bits(to_host(load_checkpoint(tmp_path / "c.pkl", config_of())), to_host(load_checkpoint(tmp_path / "again", config_of())))
+    assert "step 4, 64 samples" in capsys.readouterr().out
+    lines, step = run(tmp_path / "again", rows9, max_training_samples=96, allow_changes="max_training_samples")
+    assert "checkpoints/00000004" in lines[0] and step == 6
+
+
+def test_the_moving_average_becomes_the_parameters(tmp_path, rows9):
+    train(config_of(traindir=tmp_path / "run", datadir=rows9, param_dtype="bf16"), log=lambda line: None)
+    assert command("convert", tmp_path / "run", tmp_path / "ema.pkl", "--use", "ema") == 0
+    config = config_of(param_dtype="bf16")
+    before, after = (to_host(load_checkpoint(tmp_path / name, config)) for name in ("run", "ema.pkl"))
+    name = "conv_spatial/w"
+    assert after[f"params/{name}"].dtype == ml_dtypes.bfloat16 and (before[f"params/{name}"] != after[f"params/{name}"]).any()
+    assert after[f"params/{name}"].tobytes() == before[f"ema_params/{name}"].astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_what_cannot_be_converted_is_said(tmp_path, rows9, free, capsys):
+    run(tmp_path / "run", rows9, ema_decay=0.0)
+    (tmp_path / "there").mkdir()
+    for words, message in (
+        ((tmp_path / "run", tmp_path / "there"), "is there already"),
+        ((tmp_path / "run", tmp_path / "new.pkl", "--use", "ema"), "has no moving average"),
+        ((tmp_path / "nothing.pkl", tmp_path / "new.pkl"), "does not hold the options"),
+        ((tmp_path / "nothing.pkl", tmp_path / "new.pkl", "--pos-len", "9"), "no such file"),
+    ):
+        assert command("convert", *words) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "new.pkl").exists()
+
+
+def command(*words) -> int:
+    return kgo_shard_main([str(word) for word in words])
