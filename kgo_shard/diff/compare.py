@@ -134,7 +134,7 @@ def compare(
     comparisons = sum(len(step) for step in steps_a)
     for leaf in (x for step in steps_a for x in step.values() if is_array(x) and limits.is_float(x.dtype)):
         coarsest = leaf.dtype if coarsest is None else limits.coarser(leaf.dtype, coarsest)
-    past: dict[str, list[float]] = {}
+    whole = Whole(comparisons, coarsest, {})
     for i in range(count):
         a, b = steps_a[i], steps_b[i]
         keys = sorted(a.keys() | b.keys(), key=flow_order)
@@ -143,7 +143,7 @@ def compare(
         absent = {k: missing_reason(k, a, b, i, len(trace_a), len(trace_b)) for k in keys}
         found = {k: check_pair(numbers[i], k, a[k], b[k], steps_a[0].get(k)) for k in keys if not absent[k]}
         if reference is not None:
-            found = check_errors(found, a, b, steps_reference[i], steps_reference[0], [t[i] for t in steps_noise], past, comparisons, coarsest)
+            found = check_errors(found, a, b, Yardstick(steps_reference[i], steps_reference[0], [t[i] for t in steps_noise]), whole)
         results += [found[k] if k in found else failure(numbers[i], k, absent[k]) for k in keys]
     return Comparison(tuple(results), numbers[-1], reference is not None)
 
@@ -304,7 +304,8 @@ class Errors(NamedTuple):
     @property
     def unresolved(self) -> bool:
         """True if side A, or a noise run of it, has no correct digit in this leaf."""
-        return max(self.a, self.noise) >= self.scale > 0 or self.a > 0 == self.scale
+        worst = max(self.a, self.noise)
+        return worst > 0 and worst >= self.scale
 
 
 class Level(NamedTuple):
@@ -316,22 +317,26 @@ class Level(NamedTuple):
     element: float  # root mean square of the elements (of their change) in that leaf with a correct digit where it is largest
 
 
-def check_errors(
-    found: dict[str, LeafResult],
-    a: Step,
-    b: Step,
-    reference: Step,
-    start: Step,
-    noise: Sequence[Step],
-    past: dict[str, list[float]],
-    comparisons: int,
-    coarsest: np.dtype | None,
-) -> dict[str, LeafResult]:
-    """Judges the leaves of one step by the three-way bound instead of by their bits.
+class Yardstick(NamedTuple):
+    """What side A's and side B's leaves of one step are held against."""
 
-    `start` is the reference's start state, `noise` the step of every noise run. `past` holds side A's relative errors at the steps before, for the stages that may
-    look back, and is brought up to date. `comparisons` is the number of leaves in all steps, `coarsest` the dtype of fewest digits.
-    """
+    reference: Step
+    start: Step  # of the reference
+    noise: Sequence[Step]  # that step of every noise run
+
+
+class Whole(NamedTuple):
+    """What one step's judgement needs of all steps."""
+
+    comparisons: int  # leaves
+    coarsest: np.dtype | None  # the dtype of fewest digits
+    past: dict[str, list[float]]  # stage -> side A's relative errors so far, for the stages that may look back; brought up to date
+
+
+def check_errors(found: dict[str, LeafResult], a: Step, b: Step, against: Yardstick, whole: Whole) -> dict[str, LeafResult]:
+    """Judges the leaves of one step by the three-way bound instead of by their bits."""
+    reference, start, noise = against
+    comparisons, coarsest, past = whole
     results, errors = dict(found), {}
     weights = [x.dtype for key, x in a.items() if split_key(key)[0] in limits.CHANGE_STAGES and is_array(x) and limits.is_float(x.dtype)]
     kept_in = functools.reduce(limits.coarser, weights, np.dtype(np.float64))
@@ -381,6 +386,7 @@ def check_errors(
 
 
 def stage_level(stage: str, group: list[Errors], past: list[float], comparisons: int, step: int) -> Level:
+    """Told from the errors of the stage's leaves, and from `past` ones where the stage looks back."""
     unstored = [max(0.0, e.a - step * e.storing) / e.scale for e in group if e.scale]
     in_unit = {unit: [e.a / getattr(e, unit) for e in group if getattr(e, unit)] for unit in limits.units(stage)}
     in_unit["scale"] += past
