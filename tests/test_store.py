@@ -165,6 +165,7 @@ def test_beginning_afresh_keeps_what_was_there(tmp_path, rows9, free):
     assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000002", "00000001"]
 
 
+@pytest.mark.long
 def test_donated_buffers_are_copied_before_they_are_given_away(tmp_path, rows9, monkeypatch):
     """A step that really donates runs on while the save is written."""
     begun = []
@@ -286,6 +287,7 @@ def test_own_to_original_and_back_is_the_same(tmp_path, rows9, free, capsys):
     assert "checkpoints/00000004" in lines[0] and step == 6
 
 
+@pytest.mark.long
 def test_the_moving_average_becomes_the_parameters(tmp_path, rows9):
     train(config_of(traindir=tmp_path / "run", datadir=rows9, param_dtype="bf16"), log=lambda line: None)
     assert command("convert", tmp_path / "run", tmp_path / "ema.pkl", "--use", "ema") == 0

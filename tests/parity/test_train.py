@@ -109,6 +109,7 @@ def fakes(monkeypatch):
             monkeypatch.setattr(module, "jax", SimpleNamespace(block_until_ready=clock.wait))
             monkeypatch.setattr(module, read, clock.slow_reader(originals[module]))
             if module is NEW:
+                monkeypatch.setattr(NEW, "keep_compiled", lambda config: None)  # nothing is compiled
                 monkeypatch.setattr(batches, read, getattr(module, read))  # of validations
             make_step = lambda config, clock=clock, rate=rate, as_arrays=as_arrays: clock.fake_step(config, rate(config), as_arrays)  # noqa: E731
             monkeypatch.setattr(module, "make_train_step", make_step)
