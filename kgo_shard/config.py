@@ -193,6 +193,7 @@ class Config:
     keep: int = option(3, "own checkpoints to keep", low=1)
     resume_order: str = option("exact", "a resumed run finishes its epoch, or begins another as the original does", choices=("exact", "legacy"))
     allow_changes: str = option("", "options that may differ from the checkpoint's, separated by commas")
+    on_nonfinite: str = option("stop", "a loss or gradient norm that is not finite", choices=("stop", "ignore"))
     check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off)", low=0)
 
     def __init__(self, **options):

@@ -35,7 +35,7 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
 
     Where the run was killed or stopped (SIGTERM, SIGINT: it saves and returns) it goes on as if it had not been.
     With `component_profile` it times the parts of a step instead: it neither trains nor writes.
-    Raises ConfigError, DataError or CheckpointError before anything is written.
+    Raises ConfigError, DataError or CheckpointError before anything is written, NonfiniteError before a bad state is.
     """
     for name in ("traindir", "datadir"):
         if not getattr(config, name):
@@ -68,6 +68,8 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
         for chunk in chunks:
             warned = warned or warn_of_small_boards(chunk, config)
             state, metrics = step(state, chunk)
+            if config.on_nonfinite == "stop":
+                refuse_nonfinite(metrics, state, len(chunk), memory.place)
             window.add(metrics)
             done = state.samples >= config.max_training_samples
             if replica_marks.reached(state.step, at_end=False):
@@ -254,6 +256,21 @@ def steps_left(state: TrainState, config: Config) -> int:
     return max(0, -(-(config.max_training_samples - state.samples) // config.batch_size))
 
 
+class NonfiniteError(ArithmeticError):
+    """A step whose loss is not finite; the message names the step, the term and the rows."""
+
+
+def refuse_nonfinite(metrics: dict[str, float], state: TrainState, num_steps: int, place: Place):
+    """NonfiniteError where a sum of the call's metrics is NaN or infinite: before its state replaces a good one in the run folder."""
+    bad = next((name for name, value in metrics.items() if not np.isfinite(value)), None)
+    if bad is not None:
+        steps = f"step {state.step}" if num_steps == 1 else f"one of the steps {state.step - num_steps + 1} to {state.step}"
+        raise NonfiniteError(
+            f"{steps}: {bad} is {metrics[bad]}; its rows end with batch {place.batch} of {place.order[place.file]}. Nothing of it is saved: "
+            "lower --lr, or look at the rows; --on-nonfinite ignore trains on"
+        )
+
+
 class Window:
     """Sums of the metrics since the last log line."""
 
@@ -364,7 +381,7 @@ def make_parser(prog: str) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kgo-shard train`: 0 when trained, 1 where replicas part, 2 where it cannot start; one line says what is wrong."""
+    """`kgo-shard train`: 0 when trained, 1 where replicas part or a loss is not finite, 2 where it cannot start; one line says what is wrong."""
     arguments = make_parser("kgo-shard train").parse_args(argv)
     try:
         config = from_arguments(arguments)
@@ -373,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError, checkpoint.CheckpointError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except ReplicaError as error:
+    except (ReplicaError, NonfiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

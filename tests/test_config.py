@@ -75,7 +75,7 @@ ORIGINAL = {
 }
 BEYOND_THE_ORIGINAL = {
     "compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0,
-    "checkpoint_format": "orbax", "keep": 3, "resume_order": "exact", "allow_changes": "",
+    "checkpoint_format": "orbax", "keep": 3, "resume_order": "exact", "allow_changes": "", "on_nonfinite": "stop",
 }  # fmt: skip
 
 
@@ -295,6 +295,7 @@ FLAGS = [
     ("--keep", "2", 2),
     ("--resume-order", "legacy", "legacy"),
     ("--allow-changes", "lr,seed", "lr,seed"),
+    ("--on-nonfinite", "ignore", "ignore"),
 ]
 
 

@@ -194,6 +194,30 @@ def test_a_run_of_the_originals_goes_on_in_the_own_format(tmp_path, rows9, free)
     assert load_checkpoint(tmp_path, config).step == 9
 
 
+# A loss that is not finite
+
+
+@pytest.mark.parametrize(("term", "value"), [("loss", float("nan")), ("grad_norm", float("inf"))])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, rows9, free, monkeypatch, capsys, term, value):
+    plain = train_module.make_train_step
+
+    def make_train_step(config):
+        step = plain(config)
+
+        def spoiled(state, batches):
+            state, metrics = step(state, batches)
+            return state, metrics | ({term: value} if state.step == 3 else {})
+
+        return spoiled
+
+    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
+    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9)) == 1
+    error = capsys.readouterr().err
+    assert f"step 3: {term} is {value}" in error and "batch 3 of" in error and ".npz" in error and error.count("\n") == 1
+    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000002", "00000001"]
+    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9, on_nonfinite="ignore")) == 0
+
+
 # Another run, other data
 
 
