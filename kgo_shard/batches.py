@@ -6,7 +6,6 @@ finishes them inside the step (augment.py). `read_batches` is the original's for
 
 import itertools
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,8 +75,7 @@ class Place:
     def to_json(self, folder: Path) -> dict[str, Any]:
         """Plain values; the files as seen from their `folder`, which may be another one when the run goes on."""
         state = None if self.rand is None else self.rand.bit_generator.state
-        order = [os.path.relpath(path, folder) for path in self.order]
-        return {"order": order, "seed": self.seed, "file": self.file, "batch": self.batch, "rand": state}
+        return {"order": [name_in(folder, path) for path in self.order], "seed": self.seed, "file": self.file, "batch": self.batch, "rand": state}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], folder: Path) -> "Place":
@@ -86,6 +84,11 @@ class Place:
             rand = np.random.default_rng()
             rand.bit_generator.state = saved["rand"]
         return cls([folder / name for name in saved["order"]], saved["seed"], saved["file"], saved["batch"], rand)
+
+
+def name_in(folder: Path, path: Path) -> str:
+    """What a file is called wherever its folder lies; a file elsewhere (`index.json` may name one) is called by its whole path."""
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path.absolute())
 
 
 def read_packed_batches(

@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from .config import Config
 from .loss import MovingStatistics
 from .mesh import make_mesh, put_state
 from .optim import Moments
+from .resume import known
 from .state import Learned, TrainState, init_ema, learned_shapes, to_host
 from .store import FOLDER, RUN, CheckpointError, complete, newest, read
 
@@ -77,6 +77,8 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
     if path.is_dir():
         found = find_newest(path)
         if found is not None:
+            if "options" in found[2]:
+                check_meta(found[0], meta_of(Config(**known(found[2]["options"]))), config)
             return from_trees(found[0], found[1], found[2] | found[1]["statistics"], config)
         path = path / FILE_NAME
     content = read_pickle(path)
@@ -94,8 +96,12 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]] | N
         return folder, *read(folder)
     found = next(newest(folder / FOLDER, lambda text: print(f"warning: {text}", file=sys.stderr)), None)
     pickled = folder / FILE_NAME
-    if found is not None and pickled.exists() and count_steps(pickled) > found[2]["step"]:
-        return None
+    if found is not None and pickled.exists():
+        try:
+            if count_steps(pickled) > found[2]["step"]:
+                return None
+        except CheckpointError as error:
+            print(f"warning: {error}; {found[0]} is used", file=sys.stderr)
     if found is None and complete(folder / FOLDER) and not pickled.exists():
         raise CheckpointError(f"{folder / FOLDER}: every checkpoint is damaged: begin in another --traindir")
     return found
@@ -106,8 +112,11 @@ def load_any(path: str | Path, config: Config | None) -> tuple[TrainState, Confi
     path = Path(path)
     found = find_newest(path) if path.is_dir() else None
     if found is not None:
-        saved = {f.name: found[2]["options"][f.name] for f in fields(Config) if f.name in found[2]["options"]}
-        config = Config(**saved | {"data_parallel": False, "data_parallel_devices": 0})
+        if config is not None:
+            raise CheckpointError(f"{path}: it holds its own options: convert it without any")
+        if "options" not in found[2]:
+            raise CheckpointError(f"{found[0]}: run.json has no options: it is not of this trainer")
+        config = Config(**known(found[2]["options"]))
     elif config is None:
         raise CheckpointError(f"{path}: the original's file does not hold the options: give them, as for training")
     return load_checkpoint(path, config), config
@@ -176,9 +185,9 @@ def take(path: Path, kind: str, tree, like):
         raise CheckpointError(f"{path}: {kind} holds something that is not an array") from None
 
 
-def check_meta(path: Path, meta: dict[str, Any], config: Config):
-    """Refuse another model, board, optimizer or layout, naming both values."""
-    wanted = {
+def meta_of(config: Config) -> dict[str, Any]:
+    """What a checkpoint must agree with a run in."""
+    return {
         "model_config": config.model.to_meta(),
         "pos_len": config.pos_len,
         "optimizer": config.optimizer,
@@ -190,6 +199,11 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
         "int8_fwd_bits": config.int8_fwd_bits,
         "int8_bwd_bits": config.int8_bwd_bits,
     }
+
+
+def check_meta(path: Path, meta: dict[str, Any], config: Config):
+    """Refuse another model, board, optimizer or layout, naming both values."""
+    wanted = meta_of(config)
     # Absent in files of early versions of the original, which had no such choice.
     assumed = {"stack_blocks": False, "fuse_projections": False, "int8_train": False}
     assumed |= {key: wanted[key] for key in ("muon_target", "int8_target", "int8_fwd_bits", "int8_bwd_bits")}

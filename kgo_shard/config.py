@@ -218,12 +218,16 @@ class Config:
             raise ConfigError(f"data_parallel_devices is {self.data_parallel_devices} but data_parallel is off: turn it on")
         if self.data_parallel_devices and self.batch_size % self.data_parallel_devices:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
-        unknown = sorted(set(filter(None, self.allow_changes.split(","))) - {f.name for f in fields(self)})
+        unknown = sorted(set(self.allowed_changes) - {f.name for f in fields(self)})
         if unknown:
             raise ConfigError(f"allow_changes names {unknown[0]}, which is no option")
         for name in ("component_profile", "muon_split_jit"):
             if self.data_parallel and getattr(self, name):
                 raise ConfigError(f"data_parallel does not go with {name}: train on one device, or without {name}")
+
+    @property
+    def allowed_changes(self) -> list[str]:
+        return [name.strip() for name in self.allow_changes.split(",") if name.strip()]
 
     @property
     def update_apart(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .batches import Place
+from .batches import Place, name_in, rows_read
 from .config import Config
 from .mesh import make_mesh
 from .store import CheckpointError
@@ -28,12 +28,12 @@ class Memory:
 
     place: Place
     window: dict[str, Any]  # the log window, see train.Window
-    marks: dict[str, int]  # where the next save, validation and check are due
+    marks: dict[str, dict[str, int]]  # when the next save, validation and check are due, see train.Marks
     warned: bool  # of small boards
 
 
-def to_json(step: int, samples: int, memory: Memory, config: Config, files: Sequence[Path], folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's run.json; `files` are the training files in `folder`."""
+def to_json(step: int, samples: int, memory: Memory, config: Config, data: dict[str, str], folder: Path) -> dict[str, Any]:
+    """The content of a checkpoint's run.json; `data` are the `contents` of the training files in `folder` when the run began."""
     return {
         "format": FORMAT,
         "step": step,
@@ -45,7 +45,7 @@ def to_json(step: int, samples: int, memory: Memory, config: Config, files: Sequ
         "window": memory.window,
         "marks": memory.marks,
         "warned": memory.warned,
-        "data": {name: content_of(path) for name, path in named(files, folder).items()},
+        "data": data,
     }
 
 
@@ -53,15 +53,30 @@ def from_json(path: Path, run: dict[str, Any], config: Config, files: Sequence[P
     """The memory of a checkpoint at `path`. CheckpointError where options or data have changed in a way that matters."""
     if run.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {run.get('format')}, but this version reads {FORMAT}: use the version that wrote it")
+    if missing := sorted({"samples", "devices", "options", "place", "window", "marks", "warned", "data"} - run.keys()):
+        raise CheckpointError(f"{path}: run.json has no {', '.join(missing)}: it is not of this trainer")
     check_options(path, run["options"], config)
-    if run["place"]["order"] and config.resume_order == "exact":
-        check_data(path, run["data"], run["place"]["order"], files, folder)
+    place = run["place"]
+    if place["order"] and config.resume_order == "exact":
+        check_data(path, run["data"], place["order"][place["file"] :], files, folder)
+        rows = [rows_read(options) for options in (Config(**known(run["options"])), config)]
+        if rows[0] != rows[1]:
+            raise CheckpointError(
+                f"{path}: it stands in an epoch that is read in batches of {rows[0]} rows, this run reads {rows[1]}: "
+                "begin an epoch with --resume-order legacy"
+            )
     return Memory(Place.from_json(run["place"], folder), run["window"], run["marks"], run["warned"])
+
+
+def known(saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved options that this version has; how many devices there were does not matter where they are not asked for."""
+    names = {f.name for f in fields(Config)} - {"data_parallel", "data_parallel_devices", "allow_changes"}
+    return {name: value for name, value in saved.items() if name in names}
 
 
 def check_options(path: Path, saved: dict[str, Any], config: Config):
     """CheckpointError naming every option whose change would change the run, with both values."""
-    allowed = HARMLESS | set(filter(None, config.allow_changes.split(",")))
+    allowed = HARMLESS | set(config.allowed_changes)
     if config.lr_schedule == "constant":
         allowed |= {"max_training_samples"}
     changed = [
@@ -90,7 +105,11 @@ def check_data(path: Path, saved: dict[str, str], order: Sequence[str], files: S
 
 
 def named(files: Sequence[Path], folder: Path) -> dict[str, Path]:
-    return dict(zip(Place(order=list(files)).to_json(folder)["order"], files, strict=True))
+    return {name_in(folder, path): path for path in files}
+
+
+def contents(files: Sequence[Path], folder: Path) -> dict[str, str]:
+    return {name: content_of(path) for name, path in named(files, folder).items()}
 
 
 def content_of(path: Path) -> str:

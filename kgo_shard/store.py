@@ -10,10 +10,12 @@ afterwards is known by its checksums, and the one before it is used.
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -61,12 +63,16 @@ class Store:
             future.result()
         except Exception as error:  # Orbax and TensorStore raise many kinds
             shutil.rmtree(unfinished(path), ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
             before = next(iter(complete(self.folder)), None)
             kept = f"{before} is whole" if before else "there is none from before"
             raise CheckpointError(f"{path}: cannot be saved ({reason}); {kept}") from None
-        for old in complete(self.folder)[self.keep :]:
-            remove(old)
+        done = [old for old in complete(self.folder) if int(old.name) <= int(path.name)]
+        for old in done[self.keep :]:
+            try:
+                remove(old)
+            except OSError as error:
+                print(f"warning: {old}: an old checkpoint cannot be removed ({error.strerror})", file=sys.stderr)
 
     def close(self):
         try:
@@ -77,7 +83,17 @@ class Store:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints, the newest first."""
-    return sorted((path for path in folder.glob("[0-9]*") if path.name.isdecimal() and path.is_dir()), key=lambda path: int(path.name), reverse=True)
+    found = [path for path in folder.glob("[0-9]*") if path.name.isdecimal() and path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)
+
+
+def set_aside(folder: Path, after: int) -> list[Path]:
+    """Renames the checkpoints of steps after `after`, which a run that starts there could not use; what they are called now."""
+    moved = []
+    for path in complete(folder):
+        if int(path.name) > after:
+            moved.append(path.rename(next(to for n in itertools.count(1) if not (to := path.with_name(f"{path.name}.unused{n}")).exists())))
+    return moved
 
 
 def unfinished(path: Path) -> Path:
@@ -114,6 +130,7 @@ def write(path: Path, state: Tree, run: dict[str, Any]):
         remove(path)
     whole.rename(path)
     sync(path.parent)
+    sync(path.parent.parent)
 
 
 def one_copy(leaf):
@@ -140,6 +157,15 @@ def sync(path: Path):
 def read(path: Path) -> tuple[Tree, dict[str, Any]]:
     """(state, run.json) of one checkpoint, the arrays on the host. Raises CheckpointError naming what is damaged."""
     try:
+        return read_checked(path)
+    except CheckpointError:
+        raise
+    except Exception as error:  # checksums agree, and yet it is no checkpoint: Orbax and TensorStore raise many kinds
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from None
+
+
+def read_checked(path: Path) -> tuple[Tree, dict[str, Any]]:
+    try:
         sums = json.loads((path / CHECKSUMS).read_text())
         names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} - {CHECKSUMS}
         if not isinstance(sums, dict) or RUN not in sums:
@@ -156,7 +182,10 @@ def read(path: Path) -> tuple[Tree, dict[str, Any]]:
         shapes = checkpointer.metadata(folder).item_metadata.tree
         arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
         state = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(restore_args=arguments))
-    return state, json.loads((path / RUN).read_text())
+    run = json.loads((path / RUN).read_text())
+    if not (isinstance(run, dict) and isinstance(run.get("step"), int)):
+        raise CheckpointError(f"{path}: {RUN} names no step: it is not of this trainer")
+    return state, run
 
 
 def newest(folder: Path, warn) -> Iterator[tuple[Path, Tree, dict[str, Any]]]:

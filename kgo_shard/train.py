@@ -1,5 +1,6 @@
 """The host loop: batch, step, log, validate, save."""
 
+import contextlib
 import fcntl
 import itertools
 import signal
@@ -25,7 +26,7 @@ from .replicas import ReplicaError, check_replicas
 from .resume import Memory
 from .state import TrainState, init_state
 from .step import Batch, make_eval_step, make_train_step
-from .store import Store, clear_unfinished, complete
+from .store import RUN, Store, clear_unfinished, complete, set_aside
 
 SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 
@@ -45,7 +46,8 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
     val_files = check_files(data / "val", config, config.batch_size)
     for _ in read_validation(val_files, config, 0):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
-    with Keeper(config, train_files, log) as keeper, StopSignals() as stop:
+    with contextlib.ExitStack() as entered:
+        keeper = entered.enter_context(Keeper(config, train_files, log))
         state, memory = keeper.start()
         if config.optimizer == "muon":
             log(muon_line(config))
@@ -55,12 +57,13 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
             for line in profile_components(state, batch, config):
                 log(line)
             return state
-        keeper.claim()
+        keeper.claim(state.step)
+        stop = entered.enter_context(StopSignals())
         step, evaluate = make_train_step(config), make_eval_step(config)
         window, warned = Window.from_json(memory.window), memory.warned or config.allow_nonfull_mask
-        save_marks = Marks(config.save_every_samples, memory.marks["save"])
-        val_marks = Marks(config.val_every_samples, memory.marks["validate"])
-        replica_marks = Marks(config.check_replicas, memory.marks["replicas"])
+        save_marks = Marks.from_json(memory.marks["save"], config.save_every_samples, state.samples)
+        val_marks = Marks.from_json(memory.marks["validate"], config.val_every_samples, state.samples)
+        replica_marks = Marks.from_json(memory.marks["replicas"], config.check_replicas, state.step)
         chunks = training_chunks(train_files, config, lambda: state, memory.place)
         times = StepTimes() if config.log_step_time else None
         if times:
@@ -81,12 +84,14 @@ def train(config: Config, log: Callable[[str], None] = print) -> TrainState:
                 window = Window(state.step)
             if val_marks.reached(state.samples, done):
                 log(validate(evaluate, state, val_files, config))
-            if save_marks.reached(state.samples, done and not config.no_final_save or stop.signal is not None):
-                marks = {"save": save_marks.next, "validate": val_marks.next, "replicas": replica_marks.next}
+            stopped = None if done else stop.signal
+            if save_marks.reached(state.samples, bool(stopped) or done and not config.no_final_save):
+                marks = {"save": save_marks.to_json(), "validate": val_marks.to_json(), "replicas": replica_marks.to_json()}
                 keeper.save(state, Memory(memory.place, window.to_json(), marks, warned))
-            if stop.signal and not done:
+            if stopped:
                 keeper.wait()
-                log(f"stopped by {stop.signal} after step {state.step}: saved in {config.traindir}, the same command goes on from there")
+                command = "the same command without --no-resume" if config.no_resume else "the same command"
+                log(f"stopped by {stopped} after step {state.step}: saved in {config.traindir}, {command} goes on from there")
                 break
     return state
 
@@ -99,6 +104,7 @@ class Keeper:
         self.folder, self.data = Path(config.traindir), Path(config.datadir) / "train"
         self.store = Store(self.folder, config.keep)
         self.lock = None
+        self.contents: dict[str, str] = {}
 
     def __enter__(self) -> "Keeper":
         return self
@@ -113,29 +119,49 @@ class Keeper:
             if self.lock is not None:
                 self.lock.close()
 
-    def claim(self):
-        """Make the folder this run's alone. ConfigError where it cannot be written, or another trainer has it."""
-        try:
-            checkpoint.try_folder(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.folder / "lock", "w")
-        except OSError as error:
-            raise ConfigError(
-                f"traindir {self.folder}: nothing can be written there ({error.strerror}): give --traindir another folder"
-            ) from None
+    def claim(self, step: int):
+        """Make the folder this run's alone, which starts at `step`. ConfigError where it cannot be written, or another trainer has it."""
+        self.hold()
+        self.contents = resume.contents(self.files, self.data)
+        if self.config.checkpoint_format == "legacy":
+            return
+        clear_unfinished(self.store.folder)
+        if self.config.no_resume:
+            for former in (self.store.folder, self.folder / checkpoint.FILE_NAME):
+                if former.is_file() or complete(former):
+                    kept = next(to for n in itertools.count(1) if not (to := former.with_name(f"{former.name}.before{n}")).exists())
+                    self.log(f"{former} is kept as {former.rename(kept)}")
+        for path in set_aside(self.store.folder, step):
+            self.log(f"a checkpoint that is further, but was not used, is kept as {path}")
+        self.try_to_write(self.store.folder)
+
+    def hold(self):
+        """Take the folder's lock, which ends with the process."""
+        if self.lock is not None:
+            return
+        if (self.folder / RUN).exists():
+            raise ConfigError(f"traindir {self.folder}: is a checkpoint, not a run folder: give --traindir the folder above its checkpoints")
+        self.try_to_write(self.folder)
+        self.lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(f"traindir {self.folder}: another trainer is at work there: wait for it, or give --traindir another folder") from None
-        clear_unfinished(self.store.folder)
-        if self.config.no_resume and complete(self.store.folder):
-            kept = next(path for number in itertools.count(1) if not (path := self.folder / f"{self.store.folder.name}.before{number}").exists())
-            self.store.folder.rename(kept)
-            self.log(f"the checkpoints that were there are kept in {kept}")
+        except OSError as error:
+            raise ConfigError(f"traindir {self.folder}: cannot be locked ({error.strerror}): give --traindir another folder") from None
+
+    def try_to_write(self, folder: Path):
+        try:
+            checkpoint.try_folder(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"traindir {folder}: nothing can be written there ({error.strerror}): give --traindir another folder") from None
 
     def start(self) -> tuple[TrainState, Memory]:
         """The newest checkpoint's state and memory, where there is one and the run wants it, else a fresh beginning."""
         config, pickled = self.config, self.folder / checkpoint.FILE_NAME
+        if self.folder.is_dir() and not config.component_profile:
+            self.hold()  # nobody removes a checkpoint while it is read
         found = None if config.no_resume else checkpoint.find_newest(self.folder)
         if found is None and (config.no_resume or not pickled.exists()):
             return self.fresh(init_state(config))
@@ -149,6 +175,8 @@ class Keeper:
         self.log(f"resumed from {path}: step {state.step}, {state.samples} samples")
         if config.resume_order == "legacy":
             return self.fresh(state)
+        if run["versions"]["jax"] != jax.__version__:
+            self.log(f"on JAX {jax.__version__}, before on {run['versions']['jax']}: last bits may differ from here on")
         devices = make_mesh(config).size
         if devices != run["devices"]:
             says = "as it would have been but for rounding" if config.objective == "global" else (
@@ -160,8 +188,10 @@ class Keeper:
     def fresh(self, state: TrainState) -> tuple[TrainState, Memory]:
         """A beginning as the original's: another epoch, a new window, marks that count from here."""
         config = self.config
-        marks = {"save": state.samples + config.save_every_samples, "validate": state.samples + config.val_every_samples}
-        return state, Memory(Place(), Window(state.step).to_json(), marks | {"replicas": state.step + config.check_replicas}, False)
+        due = {"save": (config.save_every_samples, state.samples), "validate": (config.val_every_samples, state.samples)}
+        due |= {"replicas": (config.check_replicas, state.step)}
+        marks = {name: Marks(every, now + every).to_json() for name, (every, now) in due.items()}
+        return state, Memory(Place(), Window(state.step).to_json(), marks, False)
 
     def save(self, state: TrainState, memory: Memory):
         if self.config.check_replicas:
@@ -169,7 +199,7 @@ class Keeper:
         if self.config.checkpoint_format == "legacy":
             checkpoint.save_checkpoint(self.folder / checkpoint.FILE_NAME, state, self.config)
             return
-        run = resume.to_json(state.step, state.samples, memory, self.config, self.files, self.data)
+        run = resume.to_json(state.step, state.samples, memory, self.config, self.contents, self.data)
         learned = jax.tree.map(jnp.copy, state.learned) if self.config.donate_train_buffers else state.learned
         self.store.save(state.step, checkpoint.to_trees(learned), run)
 
@@ -180,7 +210,7 @@ class Keeper:
 def keep_converted(traindir: Path, state: TrainState, config: Config):
     """`state` as the only checkpoint of a new run folder; a run there begins an epoch, as after the original's file."""
     with Keeper(config.replace(traindir=traindir, datadir=config.datadir or traindir, checkpoint_format="orbax"), [], print) as keeper:
-        keeper.claim()
+        keeper.claim(state.step)
         keeper.save(*keeper.fresh(state))
 
 
@@ -211,6 +241,14 @@ class Marks:
 
     def __init__(self, every: int, next: int):
         self.every, self.next = every, next
+
+    def to_json(self) -> dict[str, int]:
+        return {"every": self.every, "next": self.next}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, int], every: int, now: int) -> "Marks":
+        """The saved ones; counted from `now` where they are to come more or less often than before."""
+        return cls(every, saved["next"] if saved["every"] == every else now + every)
 
     def reached(self, samples: int, at_end: bool) -> bool:
         passed = bool(self.every) and samples >= self.next

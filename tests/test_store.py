@@ -15,6 +15,7 @@ from kgo_shard import checkpoint, resume, store
 from kgo_shard.__main__ import main as kgo_shard_main
 from kgo_shard.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, to_trees
 from kgo_shard.config import Config, ConfigError
+from kgo_shard.npz import DataError
 from kgo_shard.state import init_state, to_host
 from kgo_shard.store import Store
 from kgo_shard.train import main, train
@@ -230,7 +231,7 @@ def test_changed_options_are_refused_one_by_one_with_both_values(tmp_path, rows9
     assert "batch_size was 16 and is 8" in error and "lr was 0.0002 and is 0.5" in error and "--allow-changes batch_size,lr" in error
     assert "print_every" not in error and "keep" not in error
     assert before == {path: path.read_bytes() for path in (tmp_path / store.FOLDER).rglob("*") if path.is_file()}
-    assert main(words_of(**changed, allow_changes="batch_size,lr", traindir=tmp_path, datadir=rows9)) == 0
+    assert main(words_of(**changed, allow_changes="batch_size, lr", resume_order="legacy", traindir=tmp_path, datadir=rows9)) == 0
 
 
 def test_a_longer_run_is_another_schedule_unless_it_is_constant(tmp_path, rows9, free):
@@ -297,6 +298,110 @@ def test_the_content_of_a_file_is_that_of_its_arrays(own_rows):
     assert resume.content_of(path) != before
 
 
+# What a reviewer found
+
+
+def spoil(path):
+    part = next(file for file in (path / store.STATE / "params.conv_spatial.w").iterdir() if file.name != ".zarray")
+    part.write_bytes(part.read_bytes()[:-1])
+
+
+def test_damaged_checkpoints_that_are_further_do_not_push_out_the_new_ones(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    for step in ("00000003", "00000004"):
+        spoil(tmp_path / store.FOLDER / step)
+    lines, step = run(tmp_path, rows9, keep=1, max_training_samples=48, allow_changes="max_training_samples")
+    assert "00000002: step 2" in lines[0] and step == 3 and sum("is kept as" in line for line in lines) == 2
+    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000003"]
+    assert load_checkpoint(tmp_path, config_of()).step == 3
+
+
+def test_a_file_that_vanishes_from_the_data_does_not_cost_the_save(tmp_path, own_rows, free, monkeypatch):
+    plain = train_module.make_train_step
+
+    def make_train_step(config):
+        step = plain(config)
+
+        def vanishing(state, batches):
+            for path in (own_rows / "train").glob("*.npz"):
+                path.unlink()
+            return step(state, batches)
+
+        return vanishing
+
+    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
+    with pytest.raises(DataError, match="no such file"):  # the second file of the epoch
+        run(tmp_path / "run", own_rows)
+    assert [path.name for path in store.complete(tmp_path / "run" / store.FOLDER)] == ["00000002", "00000001"]
+
+
+def test_files_of_the_epoch_that_were_read_may_go(tmp_path, own_rows, free):
+    run(tmp_path / "run", own_rows, max_training_samples=48)
+    saved = json.loads((tmp_path / "run" / store.FOLDER / "00000003" / store.RUN).read_text())
+    assert saved["place"]["file"] == 1
+    (own_rows / "train" / saved["place"]["order"][0]).unlink()
+    assert run(tmp_path / "run", own_rows, max_training_samples=64, allow_changes="max_training_samples")[1] == 4
+
+
+def test_other_marks_than_before_count_from_here(tmp_path, rows9, free):
+    run(tmp_path, rows9, save_every_samples=1024, max_training_samples=48)
+    run(tmp_path, rows9, save_every_samples=32, max_training_samples=160, allow_changes="max_training_samples", keep=9)
+    assert [int(path.name) for path in store.complete(tmp_path / store.FOLDER)] == [10, 9, 7, 5, 3]
+
+
+def test_a_former_run_of_the_originals_does_not_come_back(tmp_path, rows9, free):
+    config = config_of()
+    state = init_state(config)
+    save_checkpoint(tmp_path / checkpoint.FILE_NAME, type(state)(state.learned, 3, 48), config)
+    run(tmp_path, rows9, no_resume=True, max_training_samples=32)
+    assert "checkpoints/00000002" in run(tmp_path, rows9, max_training_samples=32)[0][0]
+    assert (tmp_path / f"{checkpoint.FILE_NAME}.before1").is_file()
+
+
+def test_a_damaged_file_of_the_originals_is_no_obstacle(tmp_path, rows9, free, capsys):
+    run(tmp_path, rows9)
+    (tmp_path / checkpoint.FILE_NAME).write_bytes(b"half")
+    assert "checkpoints/00000004" in run(tmp_path, rows9)[0][0] and "checkpoint_jax.pkl: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["options", "place", "window", "marks", "devices", "warned", "data", "samples"])
+def test_a_run_file_that_is_not_ours_is_refused_in_one_line(tmp_path, rows9, free, capsys, key):
+    run(tmp_path, rows9, keep=1)
+    path = tmp_path / store.FOLDER / "00000004"
+    content = json.loads((path / store.RUN).read_text())
+    del content[key]
+    (path / store.RUN).write_text(json.dumps(content))
+    sums = json.loads((path / store.CHECKSUMS).read_text())
+    (path / store.CHECKSUMS).write_text(json.dumps(sums | {store.RUN: store.checksum(path / store.RUN)}))
+    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9)) == 2
+    error = capsys.readouterr().err
+    assert f"run.json has no {key}" in error and error.count("\n") == 1
+
+
+def test_another_batch_in_the_middle_of_an_epoch_is_refused(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    with pytest.raises(CheckpointError, match="in batches of 16 rows, this run reads 8"):
+        run(tmp_path, rows9, batch_size=8, allow_changes="batch_size")
+
+
+def test_another_optimizer_is_refused_by_the_api_too(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    for options, message in (({"optimizer": "muon"}, "optimizer adamw, but the run has muon"), ({"pos_len": 19}, "pos_len 9, but the run has 19")):
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(tmp_path, config_of(**options))
+
+
+def test_folders_that_cannot_be_a_run_are_refused_before_training(tmp_path, rows9, free):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / store.FOLDER).write_text("mine")
+    with pytest.raises(ConfigError, match="checkpoints: nothing can be written there"):
+        run(tmp_path / "a", rows9)
+    run(tmp_path / "b", rows9)
+    with pytest.raises(ConfigError, match="is a checkpoint, not a run folder"):
+        run(tmp_path / "b" / store.FOLDER / "00000004", rows9)
+    assert store.read(tmp_path / "b" / store.FOLDER / "00000004")[1]["step"] == 4
+
+
 # From one format into the other
 
 
@@ -328,6 +433,7 @@ def test_what_cannot_be_converted_is_said(tmp_path, rows9, free, capsys):
     for words, message in (
         ((tmp_path / "run", tmp_path / "there"), "is there already"),
         ((tmp_path / "run", tmp_path / "new.pkl", "--use", "ema"), "has no moving average"),
+        ((tmp_path / "run", tmp_path / "new.pkl", "--pos-len", "9"), "it holds its own options"),
         ((tmp_path / "nothing.pkl", tmp_path / "new.pkl"), "does not hold the options"),
         ((tmp_path / "nothing.pkl", tmp_path / "new.pkl", "--pos-len", "9"), "no such file"),
     ):

@@ -551,7 +551,7 @@ def test_a_bad_checkpoint_is_refused_and_left_as_it_is(data, tmp_path, capsys, r
     (run / checkpoint.FILE_NAME).write_bytes(content)
     line = refused(capsys, traindir=run, datadir=data, **options)
     assert named in line and str(run) in line
-    assert os.listdir(run) == [checkpoint.FILE_NAME] and (run / checkpoint.FILE_NAME).read_bytes() == content
+    assert set(os.listdir(run)) == {checkpoint.FILE_NAME, "lock"} and (run / checkpoint.FILE_NAME).read_bytes() == content
     assert not (tmp_path / "marker").exists() and recorded == []
 
 

@@ -44,7 +44,7 @@ def test_the_fields_of_the_state_are_those_of_the_table():
 # What holds no state: arguments, and what is computed anew from them in every round of the loop.
 DERIVED = {
     "train": {"config", "log", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
-              "done", "seed", "batch", "line", "keeper", "stop", "memory", "marks"},
+              "done", "seed", "batch", "line", "keeper", "stop", "stopped", "entered", "command", "memory", "marks"},
     "training_chunks": {"files", "config", "current", "chunk"},
     "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image"},
 }  # fmt: skip
@@ -70,8 +70,8 @@ def test_what_the_host_is_said_to_save_is_in_the_own_format(tmp_path, rows9):
     config = Config(pos_len=9, batch_size=16)
     files, place = batches.find_files(rows9 / "train"), batches.Place()
     place.begin(files, 1)
-    memory = resume.Memory(place, train.Window(0).to_json(), {"save": 1, "validate": 2, "replicas": 3}, False)
-    run = resume.to_json(4, 64, memory, config, files, rows9 / "train")
+    memory = resume.Memory(place, train.Window(0).to_json(), {"save": train.Marks(1, 2).to_json()}, False)
+    run = resume.to_json(4, 64, memory, config, resume.contents(files, rows9 / "train"), rows9 / "train")
     for row in ledger.HOST_ROWS:
         for where in row.saved.split(", "):
             if not where.startswith("no: "):
