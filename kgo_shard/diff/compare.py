@@ -141,7 +141,7 @@ def compare(
         if not keys:
             results.append(failure(numbers[i], "", "this step holds no leaf on either side"))
         absent = {k: missing_reason(k, a, b, i, len(trace_a), len(trace_b)) for k in keys}
-        found = {k: check_pair(numbers[i], k, a[k], b[k], steps_a[0].get(k)) for k in keys if not absent[k]}
+        found = {k: check_pair(numbers[i], k, a[k], b[k], array_of(steps_a[0], k)) for k in keys if not absent[k]}
         if reference is not None:
             found = check_errors(found, a, b, Yardstick(steps_reference[i], steps_reference[0], [t[i] for t in steps_noise]), whole)
         results += [found[k] if k in found else failure(numbers[i], k, absent[k]) for k in keys]
@@ -242,6 +242,10 @@ def unusable_reason(a: np.ndarray, b: np.ndarray) -> str:
 
 def is_array(x: object) -> bool:
     return isinstance(x, np.ndarray | np.generic)
+
+
+def array_of(step: Step, key: str) -> np.ndarray | None:
+    return step[key] if is_array(step.get(key)) else None
 
 
 def is_integer(dtype: np.dtype) -> bool:
@@ -351,8 +355,8 @@ def check_errors(found: dict[str, LeafResult], a: Step, b: Step, against: Yardst
                 results[key] = result._replace(passed=False, reason=reason)
         else:
             runs = [run.get(key) for run in noise]
-            if all(x is not None and x.shape == a[key].shape and all_finite(x) for x in runs):
-                errors[key] = measure(result.stage, a[key], b[key], reference[key], start.get(key), runs, kept_in)
+            if all(is_array(x) and limits.is_float(x.dtype) and x.shape == a[key].shape and all_finite(x) for x in runs):
+                errors[key] = measure(result.stage, a[key], b[key], reference[key], array_of(start, key), runs, kept_in)
             else:
                 results[key] = result._replace(passed=False, reason="a noise run does not have it, in another shape, or not finite")
 
@@ -402,6 +406,8 @@ def unusable_reference(result: LeafResult, reference: np.ndarray | None) -> str:
     """Why the reference cannot judge this leaf; "" if it can."""
     if reference is None:
         return "the reference does not have it"
+    if not (is_array(reference) and (limits.is_float(reference.dtype) or is_integer(reference.dtype))):
+        return "the reference holds something that is not an array of numbers"
     if reference.shape != result.shape:
         return f"shape {result.shape}, but the reference has {reference.shape}"
     return "" if all_finite(reference) else "the reference holds NaN or infinite elements"

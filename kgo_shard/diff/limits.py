@@ -142,7 +142,9 @@ LIMITS = (
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """True for NumPy's and ml_dtypes' floating types (bfloat16 has NumPy kind "V", so the kind does not tell)."""
+    """True for NumPy's and ml_dtypes' real floating types of up to 64 bits (bfloat16 has NumPy kind "V", so the kind does not tell)."""
+    if dtype.kind == "c" or dtype.itemsize > 8:
+        return False
     try:
         ml_dtypes.finfo(dtype)
     except ValueError:
@@ -153,7 +155,11 @@ def is_float(dtype: np.dtype) -> bool:
 def norm(x: np.ndarray) -> float:
     """Euclidean norm of all elements, in float64."""
     flat = np.asarray(x, np.float64).reshape(-1)
-    return float(np.sqrt(np.einsum("i,i->", flat, flat)))  # np.linalg.norm would start BLAS threads for every leaf
+    largest = float(np.abs(flat).max(initial=0.0))
+    if not 0 < largest < np.inf:
+        return largest
+    flat = flat / largest  # squares of very large or small elements would leave the range
+    return largest * float(np.sqrt(np.einsum("i,i->", flat, flat)))  # np.linalg.norm would start BLAS threads for every leaf
 
 
 def scale_of(stage: str, reference: np.ndarray, start: np.ndarray | None) -> float:

@@ -27,7 +27,8 @@ def read_case(folder: Path) -> dict[str, Any]:
     path = folder / "case.json"
     try:
         case = json.loads(path.read_text())
-        return case | {"flags": [*map(str, case["flags"])], "devices": int(case["devices"]), "steps": int(case["steps"])}
+        plain = {"datadir": str(case["datadir"]), "compute": str(case["compute"]), "jax": str(case.get("jax", "unknown"))}
+        return plain | {"flags": [*map(str, case["flags"])], "devices": int(case["devices"]), "steps": int(case["steps"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordingError(f"{path}: not a recorded case ({type(error).__name__}: {error})") from None
 
@@ -46,11 +47,13 @@ def read_tape(folder: Path, datadir: Path | None = None) -> Tape:
         options |= {"data_parallel": True, "data_parallel_devices": case["devices"]}
     Config(**options)
     files = sorted((datadir / "train").glob("*.npz"))
+    if not files:
+        raise RecordingError(f"{datadir / 'train'}: holds no npz files: say where the data are with --datadir")
     return Tape(options, files, max(kept_steps(folder)), folder / "step_0000.pkl")
 
 
 def kept_steps(folder: Path) -> list[int]:
-    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pkl"))
+    steps = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_[0-9][0-9][0-9][0-9].pkl"))
     if steps[:1] != [0] or len(steps) < 2:
         raise RecordingError(f"{folder}: holds the states {steps}: step_0000.pkl and a later one are needed")
     return steps
@@ -60,13 +63,15 @@ def read_trace(folder: Path) -> tuple[list[int], Trace, dict[str, Any]]:
     """(steps that were kept, the states after them, facts). The pickles are read by the reader that runs no code."""
     steps = kept_steps(folder)
     states = [state_stages(read_state(folder / f"step_{step:04d}.pkl")) for step in steps]
-    return steps, states, {"side": "the original", "JAX": read_case(folder).get("jax", "unknown"), "exact": folder.name == "exact"}
+    return steps, states, {"side": "the original", "JAX": read_case(folder)["jax"], "exact": folder.name == "exact"}
 
 
 def read_state(path: Path) -> dict[str, np.ndarray]:
     """A checkpoint's leaves under `to_host`'s names."""
     content = read_pickle(path)
     meta = content.pop("meta")
+    if missing := {"moving_sum", "moving_weight", "step", "samples"} - meta.keys():
+        raise RecordingError(f"{path}: meta has no {', '.join(sorted(missing))}")
     flat = {name: np.asarray(leaf) for name, leaf in convert.flatten(content).items()}
     flat |= {name: np.float32(meta[name]) for name in ("moving_sum", "moving_weight")}
     return flat | {name: np.int64(meta[name]) for name in ("step", "samples")}

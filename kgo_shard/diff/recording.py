@@ -5,7 +5,7 @@
     trace.npz             every leaf of every step, "<step>/<stage>/<leaf>"; bfloat16 as uint16, which NumPy's files can hold
     facts.json            who made the trace: side, JAX, exact mode or not; and which leaves are bfloat16
 
-Needs NumPy alone, so that it also runs beside a JAX that kgo_shard does not support.
+Needs NumPy and ml_dtypes alone, so that it also runs beside a JAX that kgo_shard does not support.
 """
 
 import json
@@ -55,6 +55,8 @@ def write_tape(folder: Path, tape: Tape):
 def read_tape(folder: Path) -> Tape:
     try:
         content = json.loads((folder / "tape.json").read_text())
+        if not isinstance(content["options"], dict):
+            raise ValueError("options are not a table")
         files, validation = ([Path(path) for path in content[name]] for name in ("files", "validation"))
         return Tape(content["options"], files, content["steps"], folder / CHECKPOINT, validation)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -76,6 +78,7 @@ def read_trace(folder: Path) -> tuple[Trace, dict]:
         with open(folder / "trace.npz", "rb") as file, np.load(file) as content:
             arrays = {name: content[name] for name in content}
         arrays |= {name: arrays[name].view(ml_dtypes.bfloat16) for name in facts["bfloat16"]}
+        facts["side"], facts["JAX"], facts["exact"]
     except Exception as error:  # a damaged zip raises whatever its bytes happen to mean
         raise RecordingError(f"{folder}: not a recorded trace ({type(error).__name__}: {error})") from None
     trace: Trace = []

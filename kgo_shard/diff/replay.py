@@ -81,7 +81,7 @@ def replay(folder: Path, tape: Tape, player: Player) -> Replay:
         steps, recorded, facts = original.read_trace(folder)
     else:
         recorded, facts = recording.read_trace(folder)
-        steps = range(len(recorded))
+        steps = None
     with tempfile.TemporaryDirectory() as name:
         recording.write_tape(Path(name), tape)
         trace, ours = player.play(Path(name), tape)

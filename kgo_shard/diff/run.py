@@ -157,19 +157,22 @@ def compare_steps(old: Steps, new: Steps, batches: Iterable[Any], reference: Ste
         raise compare.CompareError("nothing to compare: there are no batches")
 
     def run(side):
+        def kept(named):
+            return {name: np.array(leaf) for name, leaf in named.items()}  # copied: a step may work in place
+
         state = side.start()
-        trace = [side.to_host(state)]
+        trace = [kept(side.to_host(state))]
         for batch in batches:
             returned = side.step(state, batch)
             if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
                 raise compare.CompareError(f"{type(side).__name__}.step must return (state, dict of arrays), not {type(returned).__name__}")
             state, stages = returned
-            trace.append(stages | side.to_host(state))
+            trace.append(kept(stages | side.to_host(state)))
         unknown = sorted(name for name in trace[-1] if name.partition("/")[0] not in compare.STAGES)
         if unknown:
             stages = ", ".join(compare.STAGES)
             raise compare.CompareError(f"{type(side).__name__}: {unknown[0]!r} names no stage; names are <stage>/<leaf> with a stage of {stages}")
-        return [{name: np.asarray(leaf) for name, leaf in step.items()} for step in trace]
+        return trace
 
     return compare.compare(run(old), run(new), None if reference is None else run(reference))
 

@@ -239,3 +239,30 @@ def test_a_reference_of_another_run_is_not_accepted():
     spoiled = copy(reference)
     spoiled[1]["norm"] = np.float64(np.nan)
     assert "the reference holds NaN" in compare(a, b, spoiled).first_bad.reason
+
+
+def test_what_is_not_a_number_gets_a_verdict_whichever_side_has_it():
+    honest = make_trace()
+    reference = as_float64(honest)
+    for spoiled in ([1.0, 2.0], np.array([{}, {}], object), np.zeros(3, np.complex64)):
+        for place in ("a", "b", "reference", "noise", "start"):
+            traces = {name: copy(reference if name == "reference" else noisy(reference, i)) for i, name in enumerate(("a", "b", "reference", "noise"))}
+            name, step = ("a", 0) if place == "start" else (place, 1)
+            traces[name][step]["parameters/blocks/0/w"] = spoiled
+            found = compare(traces["a"], traces["b"], traces["reference"], [traces["noise"]])
+            assert not found.equal and any(leaf.name == "parameters/blocks/0/w" and not leaf.passed for leaf in found.leaves), place
+
+
+def test_numbers_at_the_ends_of_their_range_are_compared_as_others():
+    for size in (1e-200, 1e155):
+        reference = [{"parameters/w": np.zeros(5)}, {"parameters/w": np.full(5, size)}]
+        a = [dict(step) for step in copy(reference)]
+        b = copy(reference)
+        b[1]["parameters/w"] *= 1.01
+        assert not compare(a, b, reference).equal
+
+
+def test_a_recording_that_ends_early_is_named():
+    whole = make_trace()
+    found = compare(copy(whole)[:2], whole)
+    assert "extra: side A does not have it, it ends after 1 steps" in found.first_bad.reason

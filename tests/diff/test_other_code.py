@@ -82,3 +82,17 @@ def test_what_is_not_the_protocol_is_named():
         compare_steps(Counter(1), Bare(1), [1])
     with pytest.raises(CompareError, match="Unnamed: 'w' names no stage"):
         compare_steps(Unnamed(1), Counter(1), [1])
+
+
+def test_a_step_that_works_in_place_is_seen_as_it_was_after_every_step():
+    class InPlace(Counter):
+        def start(self):
+            return np.zeros(2, np.float32)
+
+        def step(self, state, batch):
+            state += batch * self.by
+            self.by = 1
+            return state, {}
+
+    assert compare_steps(InPlace(1), InPlace(1), [1, 2]).equal
+    assert compare_steps(InPlace(1), InPlace(3), [1, -2, 1]).first_bad.step == 1

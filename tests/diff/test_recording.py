@@ -19,7 +19,7 @@ def trace():
 
 
 def test_a_trace_comes_back_as_it_went(trace, tmp_path):
-    recording.write_trace(tmp_path, trace, {"JAX": "9.9"})
+    recording.write_trace(tmp_path, trace, {"JAX": "9.9", "side": "old", "exact": True})
     back, facts = recording.read_trace(tmp_path)
     assert facts["JAX"] == "9.9" and len(back) == 3
     assert compare(trace, back).equal
@@ -48,7 +48,9 @@ def test_what_is_not_a_recording_is_named(trace, tmp_path):
         recording.read_tape(tmp_path)
     with pytest.raises(recording.RecordingError, match="not a recorded trace"):
         recording.read_trace(tmp_path)
-    recording.write_trace(tmp_path, trace, {})
+    recording.write_trace(tmp_path, trace, {"JAX": "9.9", "side": "old"})
+    with pytest.raises(recording.RecordingError, match="not a recorded trace .KeyError: 'exact'"):
+        recording.read_trace(tmp_path)
     path = tmp_path / "trace.npz"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(recording.RecordingError, match=str(tmp_path)):
