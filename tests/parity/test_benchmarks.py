@@ -27,3 +27,11 @@ def test_a_full_state_diff_cost_at_most_half_as_much_again():
     medians = {name: statistics.median(times) for name, times in results["samples"].items()}
     assert results["ratio"] == medians["diff"] / medians["plain"] <= 1.5
     assert {"pos_len=19", "model_kind=b12c192"} <= set(results["environment"]["options"].split(", "))
+
+
+def test_the_loop_stood_still_for_a_fifth_of_a_blocking_save_at_most():
+    results = json.loads((RESULTS / "save_stall.json").read_text())
+    medians = {name: statistics.median(times) for name, times in results["samples"].items()}
+    assert results["stall ratio"] == medians["ours"] / medians["blocking"] <= 0.2
+    assert results["start ratio"] == results["starts"][1] / results["starts"][0] < 1
+    assert results["environment"]["model"] == "b12c192, pos_len 19"
