@@ -67,13 +67,14 @@ def assert_same_bits(a, b):
 
 @pytest.mark.long
 def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path, rows9):
-    """Every step is saved, so that many kills fall into a save."""
-    whole = start(tmp_path / "whole", rows9, tmp_path / "cache")
+    """Every step is saved, so that many kills fall into a save. Steps enough that a quick machine does not end before the last kill."""
+    options = {"max_training_samples": 240 * 16}
+    whole = start(tmp_path / "whole", rows9, tmp_path / "cache", **options)
     expected = figures(whole.communicate(timeout=600)[0].splitlines())
-    assert whole.returncode == 0 and len(expected) == 8 + 3
+    assert whole.returncode == 0 and len(expected) == 240 // 7 + 240 // 20
     rng, lines, kills, unfinished = random.Random(0), [], 0, 0
     while True:
-        run = start(tmp_path / "killed", rows9, tmp_path / "cache")
+        run = start(tmp_path / "killed", rows9, tmp_path / "cache", **options)
         reached = time.monotonic() + 300
         if kills < KILLS:
             before = set(store.complete(tmp_path / "killed" / store.FOLDER))
@@ -91,7 +92,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path, rows9):
         unfinished += any((tmp_path / "killed" / store.FOLDER).glob("*.tmp"))
     assert kills == KILLS and unfinished > 0, "no kill fell into a save"
     assert_same_bits(last_state(tmp_path / "whole"), last_state(tmp_path / "killed"))
-    assert figures(lines) == expected
+    assert last_state(tmp_path / "killed")["step"] == 240 and figures(lines) == expected
 
 
 def stopped_run(traindir, data, after: int, **options):
