@@ -186,6 +186,12 @@ def record_shown(side: Side, tape: Tape, progress: Progress | None, states_only:
     return record_steps(side, tape, on_step=lambda: progress.advance(task))
 
 
+def from_here(path: Path) -> Path:
+    """As seen from the project, where it lies in it: a committed report names no machine's folders."""
+    root = Path(__file__).resolve().parents[2]
+    return path.resolve().relative_to(root) if path.resolve().is_relative_to(root) else path
+
+
 def tape_facts(tape: Tape) -> dict[str, str]:
     """What a reader of a report must know about the tape."""
     config = Config(**tape.options)
@@ -196,8 +202,8 @@ def tape_facts(tape: Tape) -> dict[str, str]:
         "model": f"{config.model_kind}, pos_len {config.pos_len}, {params / 1e6:.3g} million parameters",
         "mesh": f"{max(1, config.data_parallel_devices)} devices, {config.batch_size} rows a batch, {config.steps_per_jit} steps a call",
         "dtypes": ", ".join(f"{name.removesuffix('_dtype')} {getattr(config, name)}" for name in dtypes),
-        "start": str(tape.checkpoint or "fresh, from the seed"),
+        "start": str(tape.checkpoint and from_here(tape.checkpoint) or "fresh, from the seed"),
         "steps": str(tape.steps),
-        "files": f"{len(tape.files)} in {tape.files[0].parent}",
+        "files": f"{len(tape.files)} in {from_here(tape.files[0].parent)}",
         "options": ", ".join(f"{name}={tape.options[name]}" for name in shown),
     }
