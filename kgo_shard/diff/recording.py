@@ -78,7 +78,9 @@ def read_trace(folder: Path) -> tuple[Trace, dict]:
         with open(folder / "trace.npz", "rb") as file, np.load(file) as content:
             arrays = {name: content[name] for name in content}
         arrays |= {name: arrays[name].view(ml_dtypes.bfloat16) for name in facts["bfloat16"]}
-        facts["side"], facts["JAX"], facts["exact"]
+        for name in ("side", "JAX", "exact"):
+            if name not in facts:
+                raise KeyError(name)
     except Exception as error:  # a damaged zip raises whatever its bytes happen to mean
         raise RecordingError(f"{folder}: not a recorded trace ({type(error).__name__}: {error})") from None
     trace: Trace = []

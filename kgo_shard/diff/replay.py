@@ -77,15 +77,14 @@ def replay(folder: Path, tape: Tape, player: Player) -> Replay:
     Equal bits are demanded of two runs in exact mode on one JAX; anything else, and what was recorded with the original on another
     machine, is judged by the three-way bound against a float64 run here. Raises RecordingError naming a file that is damaged.
     """
-    if original.is_original(folder):
+    kept, steps = original.is_original(folder), None
+    if kept:
         steps, recorded, facts = original.read_trace(folder)
     else:
         recorded, facts = recording.read_trace(folder)
-        steps = None
     with tempfile.TemporaryDirectory() as name:
         recording.write_tape(Path(name), tape)
         trace, ours = player.play(Path(name), tape)
-    kept = original.is_original(folder)
     bits = facts["exact"] and ours["exact"] and facts["JAX"] == ours["JAX"] and not kept
     if bits:
         return Replay(facts, ours, True, compare.compare(recorded, trace))

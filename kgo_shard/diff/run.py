@@ -72,13 +72,19 @@ def measure_bound(tape: Tape, old: Side, progress: Progress | None) -> Bound:
     dtypes = [*map(np.dtype, vars(config.precision).values()), *([np.dtype(ml_dtypes.bfloat16)] if config.optimizer == "muon" else [])]  # its iteration
     with tempfile.TemporaryDirectory() as folder:
         # The float64 run takes the old side's own start: made afresh in float64, it would lack the rounding of its parameters.
-        start = tape
-        if tape.checkpoint is None:
-            start = tape._replace(checkpoint=Path(folder) / "checkpoint_jax.pkl")
-            legacy_side.save_start(start.checkpoint, tape.options)
+        start = with_start(tape, Path(folder))
         reference = record_shown(legacy_side.make_reference(start), start, progress)
     noise = [record_shown(legacy_side.make_perturbed(old, tape), tape, progress)]
     return Bound(reference, noise, functools.reduce(limits.coarser, dtypes))
+
+
+def with_start(tape: Tape, folder: Path) -> Tape:
+    """The tape with a start that others can read: the old side's fresh one in `folder`, where it has none."""
+    if tape.checkpoint is not None:
+        return tape
+    path = folder / recording.CHECKPOINT
+    old_stack().save_start(path, tape.options)
+    return tape._replace(checkpoint=path)
 
 
 def run_elsewhere(python: str, folder: Path, flags: Sequence[str]) -> tuple[Trace, dict[str, Any]]:
@@ -123,9 +129,7 @@ def diff_across(tape: Tape, exact: bool, legacy_python: str, flags: Sequence[str
     legacy_side = old_stack()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if tape.checkpoint is None:
-            tape = tape._replace(checkpoint=folder / recording.CHECKPOINT)
-            legacy_side.save_start(tape.checkpoint, tape.options)
+        tape = with_start(tape, folder)
         recording.write_tape(folder, tape)
         there, facts = run_elsewhere(legacy_python, folder, flags)
         old = legacy_side.make_side(tape)
