@@ -79,7 +79,7 @@ def load_checkpoint(path: str | Path, config: Config) -> TrainState:
         if found is not None:
             if "options" in found[2]:
                 check_meta(found[0], meta_of(Config(**known(found[2]["options"]))), config)
-            return from_trees(found[0], found[1], found[2] | found[1]["statistics"], config)
+            return from_own(*found, config)
         path = path / FILE_NAME
     content = read_pickle(path)
     check_meta(path, content["meta"], config)
@@ -117,7 +117,8 @@ def load_any(path: str | Path, config: Config | None) -> tuple[TrainState, Confi
         if "options" not in found[2]:
             raise CheckpointError(f"{found[0]}: run.json has no options: it is not of this trainer")
         config = Config(**known(found[2]["options"]))
-    elif config is None:
+        return from_own(*found, config), config
+    if config is None:
         raise CheckpointError(f"{path}: the original's file does not hold the options: give them, as for training")
     return load_checkpoint(path, config), config
 
@@ -129,6 +130,11 @@ def use_average(state: TrainState) -> TrainState:
         raise CheckpointError("the checkpoint has no moving average (--ema-decay was 0)")
     net = jax.tree.map(lambda average, param: average.astype(param.dtype), learned.ema, learned.net)
     return TrainState(Learned(net, learned.opt_state, learned.ema, learned.statistics), state.step, state.samples)
+
+
+def from_own(path: Path, tree: dict[str, Any], run: dict[str, Any], config: Config) -> TrainState:
+    """The state of an own checkpoint, from what `store.read` gives of it."""
+    return from_trees(path, tree, run | tree["statistics"], config)
 
 
 def from_trees(path: Path, content: dict[str, Any], meta: dict[str, Any], config: Config) -> TrainState:

@@ -1,5 +1,6 @@
 """What a run remembers besides its state, and whether a run with other options or other data may go on from it."""
 
+import functools
 import importlib.metadata
 import zipfile
 import zlib
@@ -40,13 +41,19 @@ def to_json(step: int, samples: int, memory: Memory, config: Config, data: dict[
         "samples": samples,
         "devices": make_mesh(config).size,
         "options": {f.name: getattr(config, f.name) for f in fields(config)},
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")},
+        "versions": versions(),
         "place": memory.place.to_json(folder),
         "window": memory.window,
         "marks": memory.marks,
         "warned": memory.warned,
         "data": data,
     }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Looked up once, not at every save."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "numpy")}
 
 
 def from_json(path: Path, run: dict[str, Any], config: Config, files: Sequence[Path], folder: Path) -> Memory:

@@ -171,7 +171,7 @@ class Keeper:
             return self.fresh(state)
         path, tree, run = found
         memory = resume.from_json(path, run, config, self.files, self.data)
-        state = checkpoint.from_trees(path, tree, run | tree["statistics"], config)
+        state = checkpoint.from_own(path, tree, run, config)
         self.log(f"resumed from {path}: step {state.step}, {state.samples} samples")
         if config.resume_order == "legacy":
             return self.fresh(state)
