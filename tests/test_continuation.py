@@ -1,7 +1,6 @@
 """A run that is killed at any moment and started again with the same command ends as one that was never killed."""
 
 import importlib
-import json
 import os
 import random
 import re
@@ -9,18 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from kgo_shard import checkpoint, resume, store
+from kgo_shard import store
 from kgo_shard.batches import Place, find_files, read_packed_batches
-from kgo_shard.checkpoint import CheckpointError, load_checkpoint
+from kgo_shard.checkpoint import load_checkpoint
 from kgo_shard.config import Config
 from kgo_shard.state import to_host
-from kgo_shard.train import main, train
+from kgo_shard.train import train
+
+from .test_train import words_of
 
 train_module = importlib.import_module("kgo_shard.train")
 KILLS = 25
@@ -29,14 +28,6 @@ OPTIONS = {
     "save_every_samples": 16, "val_every_samples": 20 * 16, "max_val_batches": 2, "ema_decay": 0.9, "enable_history_matrices": True,
     "compute_dtype": "float32", "steps_per_jit": 1, "log_grad_norm": True,
 }  # fmt: skip
-
-
-def words_of(**options) -> list[str]:
-    words = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
-    return words
 
 
 def start(traindir, data, cache, **options) -> subprocess.Popen:
@@ -146,7 +137,7 @@ def test_the_originals_order_begins_another_epoch(whole, tmp_path, rows9):
 @pytest.mark.long
 def test_another_number_of_devices_loads_the_same_bits_and_the_same_rows(tmp_path, rows9):
     """8 to 4 to 16 to 1."""
-    options, taken = {"save_every_samples": 0, "max_training_samples": 8 * 16}, []
+    options, taken, before = {"save_every_samples": 0, "max_training_samples": 8 * 16}, [], None
     plain = train_module.make_train_step
 
     def make_train_step(config):
@@ -166,9 +157,9 @@ def test_another_number_of_devices_loads_the_same_bits_and_the_same_rows(tmp_pat
             saved = last_state(tmp_path)
             assert saved["step"] == after
             if devices != 8:
-                assert_same_bits(before, taken[-2][0])  # noqa: F821: of the round before
+                assert_same_bits(before, taken[-2][0])
                 assert any("each device's seki weight comes from its own rows" in line for line in lines)
-            before = saved  # noqa: F841
+            before = saved
     finally:
         train_module.make_train_step = plain
     stream = read_packed_batches(epoch_of(rows9), Config(**OPTIONS), 1234)

@@ -20,7 +20,8 @@ from kgo_shard.state import init_state, to_host
 from kgo_shard.store import Store
 from kgo_shard.train import main, train
 
-from .test_continuation import assert_same_bits, words_of
+from .test_continuation import assert_same_bits
+from .test_train import words_of
 
 train_module = importlib.import_module("kgo_shard.train")
 SMALL = {

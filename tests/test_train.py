@@ -52,7 +52,7 @@ def words_of(**options) -> list[str]:
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag, str(value)]
+        words += [flag] if value is True else [flag.replace("--", "--no-", 1)] if value is False else [flag, str(value)]
     return words
 
 

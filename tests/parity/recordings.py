@@ -40,7 +40,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from tests.parity.legacy.replay_recording import METRICS, options_of, read_case, read_recorded_state, without_timings
+from tests.parity.legacy.replay_recording import METRICS, read_case, read_recorded_state, without_timings
 
 ROOT = Path(__file__).parents[2]
 if importlib.util.find_spec("equinox") is None:
@@ -480,7 +480,6 @@ def main(argv: list[str] | None = None) -> int:
     old_jax = importlib.metadata.version("jax") == RECORDED_JAX
     stacks = arguments.stacks or (STACKS[:1] if old_jax else STACKS)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    start = time.perf_counter()
     ones, bfloat16_flags = sum_of_ones(), ""
     if ones != ONES:
         bfloat16_flags = "" if arguments.as_is else WITHOUT_YNNPACK

@@ -24,6 +24,8 @@ import kgo_shard
 from kgo_shard import augment, batches, checkpoint
 from kgo_shard.optim import learning_rate as new_learning_rate
 
+from ..test_train import words_of
+
 OLD, NEW = (importlib.import_module(f"{stack.__name__}.train") for stack in (legacy_pmap, kgo_shard))
 BASE = dict(pos_len=9, batch_size=32, model_kind="b2c32", compute_dtype="float32", print_every=1, max_val_batches=1)
 ARRAYS = {  # what a fake step's metric tells of
@@ -119,14 +121,6 @@ def fakes(monkeypatch):
     monkeypatch.setattr(OLD, "save_checkpoint", noted(OLD.save_checkpoint, lambda arguments: arguments[1].samples))
     monkeypatch.setattr(checkpoint, "save_checkpoint", noted(checkpoint.save_checkpoint, lambda arguments: arguments[1].samples))
     return reset
-
-
-def words_of(**options) -> list[str]:
-    words = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        words += [flag] if value is True else [flag.replace("--", "--no-", 1)] if value is False else [flag, str(value)]
-    return words
 
 
 def run(module, folder, data, runs) -> dict:
