@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import Progress
 
+from . import nonfinite
 from .batches import check_files, find_files, rows_read
 from .checkpoint import load_any, save_checkpoint, try_folder, use_average
 from .config import Config, ConfigError, Parser, add_options, from_arguments
@@ -60,7 +61,7 @@ def make_parser() -> Parser:
     add_player_options(record)
 
     replay = commands.add_parser("replay", help="run a recorded tape again, on either side, and compare with what was recorded")
-    replay.add_argument("folder", type=Path, metavar="DIR", help="what `record` wrote, or a recording of the original (case.json)")
+    replay.add_argument("folder", type=Path, metavar="DIR", help="what `record` wrote, a step that stopped a run (TRAINDIR/nonfinite/...), or a recording of the original (case.json)")
     replay.add_argument("--datadir", type=Path, metavar="DATA", help="where the tape's train and val files are now (default: where they were)")
     replay.add_argument("--all-leaves", action="store_true", help="a row for every leaf, not only the worst of each stage")
     replay.add_argument("--report", type=Path, metavar="DIR", help="write report.json and report.html there")
@@ -263,6 +264,8 @@ def run_replay(arguments, argv) -> int:
     start_devices(tape.options.get("data_parallel_devices") or 1)
     console = make_console()
     with Progress(console=console, transient=True) as progress:
+        if (arguments.folder / nonfinite.FACTS).exists():
+            return show_nonfinite(replay.replay_nonfinite(arguments.folder, tape, make_player(arguments, progress)), tape, arguments, console)
         found = replay.replay(arguments.folder, tape, make_player(arguments, progress))
     facts = report.environment_facts() | run.tape_facts(tape)
     facts |= {"recorded": replay.describe(found.recorded), "replayed": replay.describe(found.replayed)}
@@ -270,6 +273,22 @@ def run_replay(arguments, argv) -> int:
     for name, value in facts.items():
         console.print(f"{name:>12}  {value}", highlight=False, markup=False)
     return show_comparison("kgo-shard replay", "Recorded against replayed, stage by stage", found.comparison, facts, arguments, console)
+
+
+def show_nonfinite(found, tape, arguments, console: Console) -> int:
+    """What of the step is not finite, and whether it is what the run was stopped for."""
+    from .diff import report, run
+
+    facts = report.environment_facts() | run.tape_facts(tape)
+    facts |= {"step": str(found.facts.get("step")), "rows": f"{found.facts.get('rows')} of {found.facts.get('file')}"}
+    for name, value in facts.items():
+        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+    section = report.nonfinite_section(found)
+    console.print(report.section_table(section))
+    if arguments.report:
+        content = {"title": "kgo-shard replay", "environment": facts, "sections": [section], "verdict": section["verdict"]}
+        console.print(f"report: {', '.join(map(str, report.write_report(content, arguments.report)))}", highlight=False)
+    return 0 if found.reproduced else 1
 
 
 def make_player(arguments, progress: Progress):

@@ -4,10 +4,13 @@ The stream yields rows as they are stored (bits packed, small integers) with the
 finishes them inside the step (augment.py). `read_batches` is the original's form of the same stream.
 """
 
+import copy
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,42 @@ HISTORY_STOP = 0.98  # a draw at or above it ends the history at that move
 VALIDATION_SEED = 999983
 
 
+def warn(message: str):
+    print(f"warning: {message}", file=sys.stderr)
+
+
+class BadFiles:
+    """Files that cannot be trained on: the first one ends the run, or with --skip-bad-files each is told of once and left out whole."""
+
+    def __init__(self, skip: bool, tell: Callable[[str], None] = warn):
+        self.skip, self.tell = skip, tell
+        self.reasons: dict[Path, DataError] = {}
+
+    def meet(self, path: Path, error: DataError):
+        """Raises `error` unless bad files are skipped."""
+        if path not in self.reasons:
+            self.reasons[path] = error
+            if self.skip:
+                self.tell(f"skipped: {error}")
+        if not self.skip:
+            raise error
+
+    def line(self) -> str:
+        return f"{len(self.reasons)} bad files were skipped: {', '.join(map(str, sorted(self.reasons, key=str)))}"
+
+
 def find_files(folder: str | Path) -> list[Path]:
     """The npz files of a data folder: `*.npz`, else the names in `index.json`, else `**/*.npz`; sorted as text.
 
     As text, because the order of paths is another one where folders are nested: a-b/x.npz comes before a/x.npz.
+    Names in `index.json` of files that are not there are left out, as the original does. Raises DataError.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     files = sorted(folder.glob("*.npz"), key=str)
     if not files and (folder / "index.json").is_file():
-        files = sorted((path for path in _index_paths(folder) if path.suffix == ".npz" and path.is_file()), key=str)
+        files = sorted((path for path in _index_paths(folder) if path.suffix == ".npz" and os.path.isfile(path)), key=str)
     return files or sorted(folder.glob("**/*.npz"), key=str)
 
 
@@ -42,13 +70,17 @@ def _index_paths(folder: Path) -> Iterator[Path]:
         entries = json.loads(index.read_text(encoding="utf-8"))["files"]
         if not isinstance(entries, list):
             raise TypeError("files is not a list")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{index}: expected {{"files": [...]}} ({type(error).__name__}: {error})') from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f'{index}: expected {{"files": [...]}} ({type(error).__name__}: {error}): write it again or remove it') from None
     for entry in entries:
         if isinstance(entry, dict):
             entry = next((entry[key] for key in ("name", "path", "file", "filename") if key in entry), None)
-        if isinstance(entry, str):
-            yield folder / entry  # an absolute entry replaces the folder
+        if not isinstance(entry, str):
+            continue
+        path = folder / entry  # an absolute entry replaces the folder, as in the original
+        if not os.path.isabs(entry) and not os.path.abspath(path).startswith(os.path.abspath(folder) + os.sep):
+            raise DataError(f"{index}: entry {entry!r} leads out of the folder: give its absolute path, if it is meant, or take it out")
+        yield path
 
 
 def epoch_files(files: Sequence[Path], seed: int) -> list[Path]:
@@ -67,6 +99,13 @@ class Place:
     file: int = 0  # index in `order`
     batch: int = 0  # batches of that file that are done
     rand: np.random.Generator | None = None  # history and symmetry draws, after those of the batches that are done
+    # File and first row of the batch that was handed out last, and of those of the last chunk: not saved.
+    last: tuple[Path, int] | None = None
+    taken: list[tuple[Path, int]] = field(default_factory=list)
+
+    def copy(self) -> "Place":
+        """This place, whatever is read on from here."""
+        return replace(self, rand=copy.deepcopy(self.rand))
 
     def begin(self, files: Sequence[Path], seed: int):
         """An epoch over all files, from its first batch."""
@@ -92,21 +131,28 @@ def name_in(folder: Path, path: Path) -> str:
 
 
 def read_packed_batches(
-    files: Sequence[str | Path], config: Config, seed: int, place: Place | None = None
+    files: Sequence[Path], config: Config, seed: int, place: Place | None = None, bad: BadFiles | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches of B consecutive rows of each file, in the order given; a file's remainder is dropped.
 
     Each batch is a dict of the six arrays in their stored dtypes (see `npz.load_rows`) and, where enabled,
     `historyInclude` (B, 5) float32 and `symmetry` (B,) int32. Starts at `place` where one is given, and moves it on before each
-    batch is handed out. Raises DataError where no file holds B rows.
+    batch is handed out. Every row of a file is checked before its first batch. Raises DataError where no file holds B rows, and at a
+    file that is `bad` unless those are skipped.
     """
     place = Place(rand=np.random.default_rng(seed)) if place is None else place
+    bad = BadFiles(config.skip_bad_files) if bad is None else bad
     images = SYMMETRIES[config.symmetry_type]
     num_read = rows_read(config)
     largest, resumed = (0, None), (place.file, place.batch) != (0, 0)
     while place.file < len(files):
         path = files[place.file]
-        rows = load_rows(path, config.pos_len)
+        try:
+            rows = load_rows(path, config.pos_len, config.allow_nonfull_mask)
+        except DataError as error:
+            bad.meet(path, error)
+            place.file, place.batch = place.file + 1, 0
+            continue
         num_rows = len(rows[layout.TARGETS])
         largest = max(largest, (num_rows, path), key=lambda entry: entry[0])
         while (start := place.batch * num_read) + num_read <= num_rows:
@@ -119,7 +165,7 @@ def read_packed_batches(
             elif images:
                 image = images[place.rand.integers(0, len(images))]
                 batch[layout.SYMMETRY] = np.full(num_read, image, np.int32)
-            place.batch += 1
+            place.batch, place.last = place.batch + 1, (path, start)
             yield batch
         place.file, place.batch = place.file + 1, 0
     if not resumed:  # the rest of an epoch may well hold no batch
@@ -134,20 +180,30 @@ def rows_read(config: Config) -> int:
 def refuse_small_files(num_read: int, num_rows: int, path: Path | None):
     """DataError where the largest file, `path` with `num_rows` rows, holds no batch: an epoch would have no step."""
     if num_rows < num_read:
+        largest = f"largest: {path} with {num_rows} rows" if path else "none can be read"
         raise DataError(
-            f"no file holds the {num_read} rows of a batch (largest: {path} with {num_rows} rows): "
+            f"no file holds the {num_read} rows of a batch ({largest}): "
             "use a smaller --batch-size or larger files"
         )
 
 
-def check_files(folder: Path, config: Config, num_read: int) -> list[Path]:
-    """The folder's files, every one readable and one large enough, by their headers: before a run writes anything."""
-    files = find_files(folder)
-    if not files:
-        raise DataError(f"{folder}: holds no npz files (*.npz, index.json or deeper folders)")
-    counted = [(count_rows(path, config.pos_len), path) for path in files]
-    refuse_small_files(num_read, *max(counted, key=lambda entry: entry[0]))
-    return files
+def check_files(folder: Path, config: Config, num_read: int, bad: BadFiles | None = None) -> list[Path]:
+    """The folder's files, every one readable (or skipped as `bad`) and one large enough, by their headers: before a run writes anything."""
+    bad = BadFiles(config.skip_bad_files) if bad is None else bad
+    found = find_files(folder)
+    if not found:
+        raise DataError(f"{folder}: holds no npz files (*.npz, index.json or deeper folders): put some there, or give another --datadir")
+    counts = {}
+    for path in found:
+        try:
+            counts[path] = count_rows(path, config.pos_len)
+        except DataError as error:
+            bad.meet(path, error)
+    largest = max(counts, key=counts.get, default=None)
+    refuse_small_files(num_read, counts.get(largest, 0), largest)
+    if small := [path for path, rows in counts.items() if rows < num_read]:
+        warn(f"{len(small)} of {len(found)} files hold fewer rows than the {num_read} of a batch and are never read: {small[0]} holds {counts[small[0]]}")
+    return list(counts)
 
 
 def draw_history(rand: np.random.Generator, num_rows: int) -> np.ndarray:
@@ -163,8 +219,8 @@ def read_batches(files: Sequence[str | Path], config: Config, seed: int) -> Iter
         yield {key: np.array(value) for key, value in expand(batch, pos_len=config.pos_len).items()}
 
 
-def read_validation(files: Sequence[Path], config: Config, total_samples: int) -> Iterator[dict[str, np.ndarray]]:
+def read_validation(files: Sequence[Path], config: Config, total_samples: int, bad: BadFiles | None = None) -> Iterator[dict[str, np.ndarray]]:
     """The batches of one validation after `total_samples` training rows: no symmetry, history as in training."""
     unrotated = config.replace(symmetry_type="none")
-    batches = read_packed_batches(files, unrotated, config.seed + total_samples + VALIDATION_SEED)
+    batches = read_packed_batches(files, unrotated, config.seed + total_samples + VALIDATION_SEED, bad=bad)
     return itertools.islice(batches, config.max_val_batches or None)

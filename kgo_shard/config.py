@@ -153,7 +153,7 @@ class Config:
     max_val_batches: int = option(16, "batches of one validation (0: all)", low=0)
     symmetry_type: str = option("xyt", "random board symmetries", choices=tuple(SYMMETRIES))
     enable_history_matrices: bool = option(False, "drop move history at random, as KataGo does")
-    allow_nonfull_mask: bool = option(False, "do not warn of rows with boards smaller than pos_len")
+    allow_nonfull_mask: bool = option(False, "train on rows with boards smaller than pos_len, which are refused otherwise")
     no_resume: bool = option(False, "start afresh although traindir holds a checkpoint")
     no_final_save: bool = option(False, "do not save at the end")
     fuse_projections: bool = option(False, "one matrix for q, k, v and one for the two halves of the FFN")
@@ -193,7 +193,9 @@ class Config:
     keep: int = option(3, "own checkpoints to keep", low=1)
     resume_order: str = option("exact", "a resumed run finishes its epoch, or begins another as the original does", choices=("exact", "legacy"))
     allow_changes: str = option("", "options that may differ from the checkpoint's, separated by commas")
-    on_nonfinite: str = option("stop", "a loss or gradient norm that is not finite", choices=("stop", "ignore"))
+    on_nonfinite: str = option("stop", "a step whose loss or gradient is not finite: end the run, drop the update, or train on", choices=("stop", "skip", "ignore"))
+    skip_bad_files: bool = option(False, "leave out data files that cannot be trained on, instead of ending the run")
+    tensorboard: bool = option(False, "also write the figures as TensorBoard event files")
     check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off)", low=0)
 
     def __init__(self, **options):

@@ -11,7 +11,10 @@ from typing import Any
 
 from .batches import Place, name_in, rows_read
 from .config import Config
+from .journal import Window
 from .mesh import make_mesh
+from .npz import DataError
+from .state import TrainState
 from .store import CheckpointError
 
 FORMAT = 1
@@ -19,33 +22,70 @@ FORMAT = 1
 HARMLESS = frozenset(
     "traindir datadir print_every steps_per_jit save_every_samples val_every_samples max_val_batches allow_nonfull_mask no_resume"
     " no_final_save log_step_time component_profile component_profile_repeats component_profile_grad donate_train_buffers"
-    " xla_peak_tflops data_parallel data_parallel_devices check_replicas checkpoint_format keep resume_order allow_changes on_nonfinite".split()
+    " xla_peak_tflops data_parallel data_parallel_devices check_replicas checkpoint_format keep resume_order allow_changes on_nonfinite"
+    " skip_bad_files tensorboard".split()
 )
+
+
+class Marks:
+    """When to save, validate or check: from `next` on whenever `every` more samples (or steps) are done (0: never), and at the end."""
+
+    def __init__(self, every: int, next: int):
+        self.every, self.next = every, next
+
+    def to_json(self) -> dict[str, int]:
+        return {"every": self.every, "next": self.next}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, int], every: int, now: int) -> "Marks":
+        """The saved ones; counted from `now` where they are to come more or less often than before."""
+        return cls(every, saved["next"] if saved["every"] == every else now + every)
+
+    def reached(self, samples: int, at_end: bool) -> bool:
+        passed = bool(self.every) and samples >= self.next
+        if passed:  # one call of K steps may pass several marks
+            self.next += self.every * ((samples - self.next) // self.every + 1)
+        return passed or at_end
 
 
 @dataclass
 class Memory:
     """The host's part of a run: with the TrainState it is all that the next step depends on."""
 
-    place: Place
-    window: dict[str, Any]  # the log window, see train.Window
-    marks: dict[str, dict[str, int]]  # when the next save, validation and check are due, see train.Marks
-    warned: bool  # of small boards
+    place: Place  # after the last call whose update is in the state
+    window: Window
+    save: Marks
+    validate: Marks
+    replicas: Marks  # the checks that all devices hold the same state
+    warned: bool = False  # of small boards
+    skipped: int = 0  # updates that were not finite and were dropped
+    journal: dict[str, int] | None = None  # how long the journal's files are; None: not known
+
+    @classmethod
+    def fresh(cls, state: TrainState, config: Config) -> "Memory":
+        """A beginning as the original's: another epoch, a new window, marks that count from here."""
+        every = config.save_every_samples, config.val_every_samples
+        return cls(
+            Place(), Window(state.step), *(Marks(rows, state.samples + rows) for rows in every),
+            Marks(config.check_replicas, state.step + config.check_replicas),
+        )  # fmt: skip
 
 
-def to_json(step: int, samples: int, memory: Memory, config: Config, data: dict[str, str], folder: Path) -> dict[str, Any]:
+def to_json(state: TrainState, memory: Memory, config: Config, data: dict[str, str], folder: Path) -> dict[str, Any]:
     """The content of a checkpoint's run.json; `data` are the `contents` of the training files in `folder` when the run began."""
     return {
         "format": FORMAT,
-        "step": step,
-        "samples": samples,
+        "step": state.step,
+        "samples": state.samples,
         "devices": make_mesh(config).size,
         "options": {f.name: getattr(config, f.name) for f in fields(config)},
         "versions": versions(),
         "place": memory.place.to_json(folder),
-        "window": memory.window,
-        "marks": memory.marks,
+        "window": memory.window.to_json(),
+        "marks": {name: getattr(memory, name).to_json() for name in ("save", "validate", "replicas")},
         "warned": memory.warned,
+        "skipped": memory.skipped,
+        "journal": memory.journal,
         "data": data,
     }
 
@@ -60,19 +100,35 @@ def from_json(path: Path, run: dict[str, Any], config: Config, files: Sequence[P
     """The memory of a checkpoint at `path`. CheckpointError where options or data have changed in a way that matters."""
     if run.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {run.get('format')}, but this version reads {FORMAT}: use the version that wrote it")
-    if missing := sorted({"samples", "devices", "options", "place", "window", "marks", "warned", "data"} - run.keys()):
+    if missing := sorted({"step", "samples", "devices", "options", "place", "window", "marks", "warned", "data"} - run.keys()):
         raise CheckpointError(f"{path}: run.json has no {', '.join(missing)}: it is not of this trainer")
     check_options(path, run["options"], config)
     place = run["place"]
     if place["order"] and config.resume_order == "exact":
-        check_data(path, run["data"], place["order"][place["file"] :], files, folder)
+        place = place | {"order": without_removed(place, run["data"], named(files, folder))}
+        check_data(path, run["data"], place["order"][place["file"] :], files, folder, config.skip_bad_files)
         rows = [rows_read(options) for options in (Config(**known(run["options"])), config)]
         if rows[0] != rows[1]:
             raise CheckpointError(
                 f"{path}: it stands in an epoch that is read in batches of {rows[0]} rows, this run reads {rows[1]}: "
                 "begin an epoch with --resume-order legacy"
             )
-    return Memory(Place.from_json(run["place"], folder), run["window"], run["marks"], run["warned"])
+    marks, step, samples = run["marks"], run["step"], run["samples"]
+    return Memory(
+        Place.from_json(place, folder),
+        Window.from_json(run["window"]),
+        Marks.from_json(marks["save"], config.save_every_samples, samples),
+        Marks.from_json(marks["validate"], config.val_every_samples, samples),
+        Marks.from_json(marks["replicas"], config.check_replicas, step),
+        run["warned"],
+        run.get("skipped", 0),
+        run.get("journal"),
+    )
+
+
+def without_removed(place: dict[str, Any], saved: dict[str, str], present: dict[str, Path]) -> list[str]:
+    """The epoch's order without files that were bad when the run was saved (it has no checksum of them) and were taken away since."""
+    return [name for index, name in enumerate(place["order"]) if index < place["file"] or name in saved or name in present]
 
 
 def known(saved: dict[str, Any]) -> dict[str, Any]:
@@ -98,13 +154,18 @@ def check_options(path: Path, saved: dict[str, Any], config: Config):
         )
 
 
-def check_data(path: Path, saved: dict[str, str], order: Sequence[str], files: Sequence[Path], folder: Path):
-    """CheckpointError where a file of the epoch that is to be finished is gone or has other content. New files wait for the next epoch."""
+def check_data(path: Path, saved: dict[str, str], order: Sequence[str], files: Sequence[Path], folder: Path, skip: bool):
+    """CheckpointError where a file of the epoch that is to be finished is gone (unless bad files are to be skipped) or has other content.
+
+    A file without a checksum was bad when the run was saved: whatever it is now, it is read. New files wait for the next epoch.
+    """
     present = named(files, folder)
     for name in order:
         if name not in present:
+            if skip:
+                continue
             raise CheckpointError(f"{path}: {folder / name} is gone in the middle of its epoch: bring it back, or begin an epoch with --resume-order legacy")
-        if content_of(present[name]) != saved[name]:
+        if name in saved and content_of(present[name]) != saved[name]:
             raise CheckpointError(
                 f"{path}: {folder / name} has other content than when the run was saved, in the middle of its epoch: bring the old "
                 "file back, or begin an epoch with --resume-order legacy"
@@ -121,6 +182,9 @@ def contents(files: Sequence[Path], folder: Path) -> dict[str, str]:
 
 def content_of(path: Path) -> str:
     """A checksum of what an npz file holds, quick to have: its directory has the CRC-32 of every array."""
-    with zipfile.ZipFile(path) as archive:
-        entries = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = sorted((entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist())
+    except (OSError, zipfile.BadZipFile) as error:  # it could be read a moment ago
+        raise DataError(f"{path}: cannot be read any more ({error}): does somebody write to the data folder?") from None
     return f"{zlib.crc32(repr(entries).encode()):08x}-{sum(size for _, size, _ in entries)}"

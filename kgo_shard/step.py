@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from . import augment, convert, layout, loss, mesh, optim, reduce
 from .config import Config
@@ -87,17 +87,45 @@ def update(learned: Learned, gradients: Net, statistics: MovingStatistics, sched
     return Learned(net, opt_state, ema, statistics)
 
 
-def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables):
-    """K steps, scanned over the leading axis of rows and schedule; the vector of terms and the gradient norms are summed."""
+class Totals(NamedTuple):
+    """What the steps of one call add up to."""
+
+    terms: Float[Array, " terms"]
+    norm: Float[Array, ""]
+    steps: Int[Array, ""]  # that were finite, before the first that was not
+    finite: Bool[Array, ""]  # whether all were
+
+
+def no_steps() -> Totals:
+    return Totals(jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0), jnp.int32(0), jnp.bool_(True))
+
+
+def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedule, config: Config, tables: Tables) -> tuple[Learned, Totals]:
+    """K steps, scanned over the leading axis of rows and schedule; from the first step that is not finite on nothing changes any more."""
 
     def one(carry, inputs):
-        learned, total, total_norm = carry
-        learned, stages = train_on_batch(learned, *inputs, config, tables)
-        return (learned, total + jnp.stack(stages.terms), total_norm + stages.norm), None
+        learned, stages = train_on_batch(carry[0], *inputs, config, tables)
+        totals = add(carry[1], jnp.stack(stages.terms), stages.norm, stages.gradients)
+        return keep_finite(carry, (learned, totals), config), None
 
-    start = learned, jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
-    (learned, total, total_norm), _ = jax.lax.scan(one, start, (rows, schedule))
-    return learned, (total, total_norm)
+    return jax.lax.scan(one, (learned, no_steps()), (rows, schedule))[0]
+
+
+def add(totals: Totals, terms: Array, norm: Array, gradients: Net) -> Totals:
+    finite = [jnp.isfinite(leaf).all() for leaf in (terms, norm, *jax.tree.leaves(gradients))]
+    return Totals(totals.terms + terms, totals.norm + norm, totals.steps + 1, totals.finite & jnp.stack(finite).all())
+
+
+def keep_finite(before: tuple[Learned, Totals], after: tuple[Learned, Totals], config: Config) -> tuple[Learned, Totals]:
+    """(state, totals) `after` a step, or those `before` it where one of its terms, its norm or its gradient is not finite.
+
+    On the device, because the state before may have been donated, and in a call of K steps nobody else could go back.
+    """
+    if config.on_nonfinite == "ignore":
+        return after
+    finite = after[1].finite
+    learned, totals = jax.tree.map(lambda old, new: jnp.where(finite, new, old), before, after)
+    return learned, totals._replace(finite=finite)
 
 
 def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:
@@ -109,7 +137,7 @@ def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tab
 
 
 def compile_steps(config: Config, device_mesh) -> Callable:
-    """train(learned, rows, schedule) -> (learned, (terms, norm)): K steps in one compiled call."""
+    """train(learned, rows, schedule) -> (learned, Totals): K steps in one compiled call."""
     tables = make_tables(config.model)
 
     def body(learned, rows, schedule):
@@ -130,22 +158,33 @@ def compile_apart(config: Config, device_mesh) -> Callable:
 
         return jax.tree.map(lambda x: x[0], jax.lax.scan(one, None, rows)[1])
 
-    def second_half(learned, gradients, statistics, schedule):
-        return update(learned, gradients, statistics, schedule, config)
+    def second_half(learned, totals, gradients, statistics, terms, norm, schedule):
+        after = update(learned, gradients, statistics, schedule, config), add(totals, terms, norm, gradients)
+        return keep_finite((learned, totals), after, config)
 
     differentiated = jax.jit(mesh.shard(first_half, device_mesh, inputs=("state", "batch"), outputs=("result",) * 4))
-    sharded = mesh.shard(second_half, device_mesh, inputs=("state", "result", "result", "schedule"), outputs="state")
+    inputs = ("state", *("result",) * 5, "schedule")
+    sharded = mesh.shard(second_half, device_mesh, inputs=inputs, outputs=("state", "result"))
     updated = jax.jit(sharded, donate_argnums=(0,) if config.donate_train_buffers else ())
 
     def train(learned, rows, schedule):
-        total, total_norm = jnp.zeros(len(Terms._fields), jnp.float32), jnp.float32(0)
+        totals = mesh.put(device_mesh, no_steps(), "result")
         for k in range(len(schedule.count)):
-            gradients, statistics, terms, norm = differentiated(learned, {key: x[k : k + 1] for key, x in rows.items()})
-            learned = updated(learned, gradients, statistics, jax.tree.map(lambda x: x[k], schedule))
-            total, total_norm = total + terms, total_norm + norm
-        return learned, (total, total_norm)
+            found = differentiated(learned, {key: x[k : k + 1] for key, x in rows.items()})
+            learned, totals = updated(learned, totals, *found, jax.tree.map(lambda x: x[k], schedule))
+        return learned, totals
 
     return train
+
+
+class NonfiniteError(ArithmeticError):
+    """A step whose loss, norm or gradient is not finite. `state` and `metrics` are those of the steps before it, `index` is its batch."""
+
+    def __init__(self, state: TrainState, metrics: dict[str, float], index: int):
+        super().__init__(
+            f"step {state.step + 1}: its loss or its gradient is not finite: lower lr, look at its rows, or choose another on_nonfinite (skip, ignore)"
+        )
+        self.state, self.metrics, self.index = state, metrics, index
 
 
 def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], tuple[TrainState, dict[str, float]]]:
@@ -153,6 +192,8 @@ def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], t
 
     Metrics are summed over the K steps, with `grad_norm`; `lr` is the last step's. Each K compiles once.
     `submitted(outputs)`, where given, is called once the work is on its way, before the wait for the metrics.
+    A step whose loss or gradient is not finite raises NonfiniteError, which has the state before it; with on_nonfinite="skip" its
+    update is dropped instead, neither `step` nor `samples` count it, and `skipped` in the metrics does.
     """
     device_mesh = make_mesh(config)
     compiled = (compile_apart if config.update_apart else compile_steps)(config, device_mesh)
@@ -161,13 +202,28 @@ def make_train_step(config: Config) -> Callable[[TrainState, Sequence[Batch]], t
         check_batches(batches, config)
         schedule = optim.make_schedule(config, state.step, len(batches))
         rows = mesh.put_batches(device_mesh, batches)
-        outputs = learned, (terms, norm) = compiled(state.learned, rows, mesh.put(device_mesh, schedule, "schedule"))
+        outputs = learned, totals = compiled(state.learned, rows, mesh.put(device_mesh, schedule, "schedule"))
         if submitted is not None:
             submitted(outputs)
-        state = TrainState(learned, state.step + len(batches), state.samples + len(batches) * config.batch_size)
-        return state, to_metrics(terms) | {"grad_norm": float(norm), "lr": float(schedule.learning_rate[-1])}
+        metrics = to_metrics(totals.terms) | {"grad_norm": float(totals.norm), "lr": float(schedule.learning_rate[-1])}
+        done = int(totals.steps)
+        state = TrainState(learned, state.step + done, state.samples + done * config.batch_size)
+        if done < len(batches):
+            raise NonfiniteError(state, metrics, done)
+        return state, metrics
 
-    return step
+    def skipping_step(state, batches, submitted=None):
+        try:
+            state, metrics = step(state, batches, submitted)
+            return state, metrics | {"skipped": 0}
+        except NonfiniteError as error:
+            state, metrics, rest = error.state, error.metrics | {"skipped": 1}, batches[error.index + 1 :]
+        if rest:
+            state, more = skipping_step(state, rest, submitted)
+            metrics = {name: metrics[name] + value for name, value in more.items()} | {"lr": more["lr"]}
+        return state, metrics
+
+    return skipping_step if config.on_nonfinite == "skip" else step
 
 
 def make_eval_step(config: Config) -> Callable[[TrainState, Batch], dict[str, float]]:

@@ -76,6 +76,7 @@ ORIGINAL = {
 BEYOND_THE_ORIGINAL = {
     "compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0,
     "checkpoint_format": "orbax", "keep": 3, "resume_order": "exact", "allow_changes": "", "on_nonfinite": "stop",
+    "skip_bad_files": False, "tensorboard": False,
 }  # fmt: skip
 
 
@@ -296,6 +297,8 @@ FLAGS = [
     ("--resume-order", "legacy", "legacy"),
     ("--allow-changes", "lr,seed", "lr,seed"),
     ("--on-nonfinite", "ignore", "ignore"),
+    ("--skip-bad-files", None, True),
+    ("--tensorboard", None, True),
 ]
 
 

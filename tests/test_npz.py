@@ -125,7 +125,7 @@ def test_rows_of_another_board_are_refused(board, pos_len, request):
 @pytest.mark.parametrize("said", [np.array(19), np.array([19]), np.array([9, 9]), np.array("nine"), np.array(9.5), np.array(np.nan), np.zeros(0)])
 def test_a_pos_len_that_disagrees_is_refused(write, said):
     message = refusal(write(pos_len=said))
-    assert "pos_len" in message and "9" in message
+    assert "key pos_len" in message and ("9" in message or "dtype <U4, expected numbers" in message)
 
 
 def test_a_pos_len_that_agrees_is_accepted(write):
@@ -212,7 +212,7 @@ class RunsCode:
 def test_object_arrays_are_never_unpickled(write, tmp_path, key):
     marker = tmp_path / "marker"
     path = write(**{key: np.array([RunsCode(marker)] * 6, dtype=object)})
-    assert "damaged" in refusal(path)
+    assert f"key {key} has dtype object, expected numbers" in refusal(path)
     assert not marker.exists()
     with np.load(path, allow_pickle=True) as file:
         file[key]
@@ -236,7 +236,7 @@ def small_files(six_rows):
     return files
 
 
-@settings(max_examples=400, derandomize=True, deadline=None, database=None)
+@settings(max_examples=600, derandomize=True, deadline=None, database=None)
 @given(data=st.data())
 def test_a_damaged_file_loads_or_raises_data_error_and_nothing_else(data, small_files, tmp_path_factory):
     damaged = bytearray(data.draw(st.sampled_from(small_files)))
@@ -295,5 +295,6 @@ def test_files_whose_headers_cannot_be_read_are_refused(tmp_path, write):
 
 def test_headers_of_object_arrays_run_nothing(write, tmp_path):
     marker = tmp_path / "marker"
-    count_rows(write(**{GLOBALS: np.full((6, 19), RunsCode(marker), dtype=object)}), 9)
+    with pytest.raises(DataError, match=f"key {GLOBALS} has dtype object"):
+        count_rows(write(**{GLOBALS: np.full((6, 19), RunsCode(marker), dtype=object)}), 9)
     assert not marker.exists()

@@ -18,6 +18,7 @@ from kgo_shard.config import Config, ConfigError
 from kgo_shard.npz import DataError
 from kgo_shard.state import init_state, to_host
 from kgo_shard.store import Store
+from kgo_shard.journal import SHOWN_TERMS
 from kgo_shard.train import main, train
 
 from .test_continuation import assert_same_bits
@@ -37,7 +38,7 @@ def config_of(**options) -> Config:
 @pytest.fixture
 def free(monkeypatch):
     """A step that only counts, so that the loop around it is quick."""
-    terms = dict.fromkeys((*train_module.SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
+    terms = dict.fromkeys((*SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
 
     def make_train_step(config):
         def step(state, batches):
@@ -194,30 +195,6 @@ def test_a_run_of_the_originals_goes_on_in_the_own_format(tmp_path, rows9, free)
     save_checkpoint(tmp_path / checkpoint.FILE_NAME, type(state)(state.learned, 9, 144), config)
     assert "checkpoint_jax.pkl: step 9" in run(tmp_path, rows9)[0][0]
     assert load_checkpoint(tmp_path, config).step == 9
-
-
-# A loss that is not finite
-
-
-@pytest.mark.parametrize(("term", "value"), [("loss", float("nan")), ("grad_norm", float("inf"))])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, rows9, free, monkeypatch, capsys, term, value):
-    plain = train_module.make_train_step
-
-    def make_train_step(config):
-        step = plain(config)
-
-        def spoiled(state, batches):
-            state, metrics = step(state, batches)
-            return state, metrics | ({term: value} if state.step == 3 else {})
-
-        return spoiled
-
-    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
-    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9)) == 1
-    error = capsys.readouterr().err
-    assert f"step 3: {term} is {value}" in error and "batch 3 of" in error and ".npz" in error and error.count("\n") == 1
-    assert [path.name for path in store.complete(tmp_path / store.FOLDER)] == ["00000002", "00000001"]
-    assert main(words_of(**SMALL, traindir=tmp_path, datadir=rows9, on_nonfinite="ignore")) == 0
 
 
 # Another run, other data

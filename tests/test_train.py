@@ -12,9 +12,11 @@ import pytest
 from kgo_shard import checkpoint
 from kgo_shard.batches import find_files
 from kgo_shard.config import Config, ConfigError
+from kgo_shard.journal import Window, validation_line, window_line
 from kgo_shard.npz import DataError
+from kgo_shard.resume import Marks
 from kgo_shard.state import TrainState, init_state
-from kgo_shard.train import Marks, Window, main, train, training_chunks, validate
+from kgo_shard.train import main, train, training_chunks, validate
 
 train_module = importlib.import_module("kgo_shard.train")  # the package's name `train` is the function
 
@@ -153,7 +155,7 @@ def test_validation_and_saving_come_when_their_samples_are_done(recorded, tmp_pa
 
 def test_no_final_save_leaves_nothing(recorded, tmp_path, rows9):
     train(small_config(tmp_path / "a", rows9, no_final_save=True), log=lambda line: None)
-    assert "save" not in [event[0] for event in recorded] and os.listdir(tmp_path / "a") == ["lock"]
+    assert "save" not in [event[0] for event in recorded] and sorted(os.listdir(tmp_path / "a")) == ["lock", "metrics.jsonl", "train_jax.log"]
 
 
 def test_no_resume_starts_afresh(recorded, tmp_path, rows9):
@@ -255,7 +257,7 @@ def test_a_real_steps_times_are_those_of_its_outputs(real_run, rows9, tmp_path):
     assert learned is state.learned and float(norm) == metrics["grad_norm"] and float(terms[0]) == metrics["loss"]
 
 
-def test_rows_of_smaller_boards_are_warned_of_once(recorded, tmp_path, rows9, capsys):
+def test_rows_of_smaller_boards_are_refused_or_said_once(recorded, tmp_path, rows9, capsys):
     with np.load(rows9 / "train" / "data0.npz") as file:
         rows = {key: file[key][:48] for key in file.files}
     packed = rows["binaryInputNCHWPacked"]
@@ -263,10 +265,14 @@ def test_rows_of_smaller_boards_are_warned_of_once(recorded, tmp_path, rows9, ca
     for part in ("train", "val"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "rows.npz", **rows)
-    train(small_config(tmp_path / "a", tmp_path / "data"), log=lambda line: None)
-    assert capsys.readouterr().err.count("boards smaller than pos_len") == 1
-    train(small_config(tmp_path / "b", tmp_path / "data", allow_nonfull_mask=True), log=lambda line: None)
-    train(small_config(tmp_path / "c", rows9), log=lambda line: None)
+    with pytest.raises(DataError, match=r"val/rows.npz: key binaryInputNCHWPacked row 20 has a board smaller .*\(28 such rows\): give --allow-nonfull-mask"):
+        train(small_config(tmp_path / "a", tmp_path / "data"), log=lambda line: None)
+    assert recorded == [] and not (tmp_path / "a").exists()
+    options = {"allow_nonfull_mask": True, "checkpoint_format": "orbax", "max_training_samples": 32}
+    train(small_config(tmp_path / "b", tmp_path / "data", **options), log=lambda line: None)
+    train(small_config(tmp_path / "b", tmp_path / "data", **options | {"max_training_samples": 64}, allow_changes="max_training_samples"), log=lambda line: None)
+    assert capsys.readouterr().err.count("boards smaller than pos_len") == 1, "also where a run goes on"
+    train(small_config(tmp_path / "c", rows9, allow_nonfull_mask=True), log=lambda line: None)
     assert capsys.readouterr().err == ""
 
 
@@ -347,12 +353,12 @@ def test_a_windows_figures_are_means_over_its_steps_and_over_weight():
     window.add({name: 3 * value for name, value in metrics.items()} | {"lr": 2e-4, "wsum": 48.0})
     config = Config(pos_len=9, batch_size=16, wd=0.25, log_grad_norm=True)
     state = SimpleNamespace(step=14, samples=224)  # 4 steps, in two calls of two
-    line = window.line(state, config)
+    line = window_line(state, window.figures(state, config))
     assert LOG_LINE.fullmatch(line), line
     # loss 120 / 4 steps; p0loss 4 / 64 weights; norm 32 / 4.
     assert "lr=2.00e-04, wd=0.2500, loss=30.0000, p0loss=0.0625, vloss=0.1250, oloss=0.1875, skloss=0.2500, pacc1=0.3125, grad_norm=8.000" in line
-    assert "grad_norm=off" in window.line(state, config.replace(log_grad_norm=False))
-    assert window.line(state, config.replace(xla_peak_tflops=0.0)).endswith("MFU=0.00%")
+    assert "grad_norm=off" in window_line(state, window.figures(state, config.replace(log_grad_norm=False)))
+    assert window_line(state, window.figures(state, config.replace(xla_peak_tflops=0.0))).endswith("MFU=0.00%")
 
 
 def test_window_sums_are_float32():
@@ -367,14 +373,16 @@ def test_means_over_steps_are_divided_as_doubles():
     total = np.float32(6144.0225)  # a third of it: 2048.00749 as a double, 2048.00757 as a float32
     window = Window(0)
     window.add(dict.fromkeys("loss p0loss vloss oloss skloss pacc1 wsum grad_norm lr".split(), total))
-    line = window.line(SimpleNamespace(step=3, samples=48), Config(pos_len=9, log_grad_norm=True))
+    state = SimpleNamespace(step=3, samples=48)
+    line = window_line(state, window.figures(state, Config(pos_len=9, log_grad_norm=True)))
     assert "loss=2048.0075, " in line and "grad_norm=2048.007, " in line
 
 
 def test_rows_of_no_weight_show_nan_without_a_warning():
     window = Window(0)
     window.add(dict.fromkeys("loss p0loss vloss oloss skloss pacc1 wsum grad_norm lr".split(), 0.0))
-    assert "loss=0.0000, p0loss=nan, vloss=nan" in window.line(SimpleNamespace(step=1, samples=16), Config(pos_len=9))
+    state = SimpleNamespace(step=1, samples=16)
+    assert "loss=0.0000, p0loss=nan, vloss=nan" in window_line(state, window.figures(state, Config(pos_len=9)))
 
 
 def test_validation_figures_are_means_over_batches_and_over_weight(rows9):
@@ -385,8 +393,8 @@ def test_validation_figures_are_means_over_batches_and_over_weight(rows9):
         return dict.fromkeys("loss p0loss vloss oloss skloss pacc1".split(), value) | {"wsum": weight}
 
     config = Config(pos_len=9, batch_size=16, max_val_batches=2)
-    line = validate(evaluate, SimpleNamespace(samples=192), find_files(rows9 / "val"), config)
-    assert line == "  VAL [192 samples]: loss=15.0000, p0loss=1.2500, vloss=1.2500, oloss=1.2500, skloss=1.2500, pacc1=1.2500"
+    state = SimpleNamespace(samples=192)
+    assert validation_line(state, validate(evaluate, state, find_files(rows9 / "val"), config)) == "  VAL [192 samples]: loss=15.0000, p0loss=1.2500, vloss=1.2500, oloss=1.2500, skloss=1.2500, pacc1=1.2500"
 
 
 # Refusals: one line that names the thing, exit code 2, nothing written

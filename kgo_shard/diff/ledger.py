@@ -52,13 +52,19 @@ HOST_ROWS = (
     HostRow("random draws (symmetry, history)", "batches.Place", ("rand", "seed"), "NumPy generator", "place/rand", "batch"),
     HostRow("order of the files", "batches.Place", ("order", "place", "batches"), "seeded with seed + step", "place/order", "batch"),
     HostRow("place in the files", "batches.Place", ("file", "batch", "path", "rows", "num_rows", "start", "resumed"), "file, batch", "place/file, place/batch", "batch"),
+    HostRow("where the last batches' rows are", "batches.Place", ("last", "taken"), "files and rows", "no: only for messages", "no: only for messages"),
     HostRow(
-        "window of the log", "train.Window", ("window", "sums", "start_step", "start_time", "learning_rate"), "float32 sums",
+        "window of the log", "journal.Window", ("window", "sums", "start_step", "start_time", "learning_rate"), "float32 sums",
         "window", "lines of the log",
     ),
-    HostRow("times of the window", "train.StepTimes", ("times", "data", "host_submit", "train_wait"), "seconds", "no: starts anew", "no: times"),
-    HostRow("next save, validation and check", "train.Marks", ("save_marks", "val_marks", "replica_marks", "next", "every"), "rows, steps", "marks", "lines of the log"),
-    HostRow("warned of small boards", "train.train", ("warned",), "bool", "warned", "lines on stderr"),
+    HostRow("length of the log's files", "resume.Memory", ("journal",), "bytes", "journal", "lines of the log"),
+    HostRow("times of the window", "journal.StepTimes", ("times", "data", "host_submit", "train_wait", "steps"), "seconds", "no: starts anew", "no: times"),
+    HostRow("next save, validation and check", "resume.Marks", ("next", "every"), "rows, steps", "marks", "lines of the log"),
+    HostRow("the same", "resume.Memory", ("save", "validate", "replicas", "place", "window"), "", "marks, place, window", "see their own rows"),
+    HostRow("warned of small boards", "resume.Memory", ("warned",), "bool", "warned", "lines on stderr"),
+    HostRow("updates that were skipped", "resume.Memory", ("skipped",), "int", "skipped", "lines on stderr"),
+    HostRow("calls without a finite step", "train.train", ("fruitless",), "int", "no: starts anew", "no: ends a run"),
+    HostRow("files that were bad", "batches.BadFiles", ("bad", "reasons"), "files", "no: met again", "lines on stderr"),
 )  # fmt: skip
 
 

@@ -47,9 +47,15 @@ def write_tape(folder: Path, tape: Tape):
         raise RecordingError("a tape that is recorded needs a checkpoint to start from: another interpreter may draw other numbers from the seed")
     if tape.checkpoint != folder / CHECKPOINT:
         shutil.copyfile(tape.checkpoint, folder / CHECKPOINT)
-    files = {name: [str(Path(path).resolve()) for path in getattr(tape, name)] for name in ("files", "validation")}
+    files = {name: [seen_from(folder, Path(path)) for path in getattr(tape, name)] for name in ("files", "validation")}
     content = {"options": tape.options, "steps": tape.steps} | files
     (folder / "tape.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def seen_from(folder: Path, path: Path) -> str:
+    """The path of a file in the folder from there, so that the folder may be moved; of another the whole path."""
+    path, folder = path.resolve(), folder.resolve()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def read_tape(folder: Path) -> Tape:
@@ -57,7 +63,7 @@ def read_tape(folder: Path) -> Tape:
         content = json.loads((folder / "tape.json").read_text())
         if not isinstance(content["options"], dict):
             raise ValueError("options are not a table")
-        files, validation = ([Path(path) for path in content[name]] for name in ("files", "validation"))
+        files, validation = ([folder / path for path in content[name]] for name in ("files", "validation"))
         return Tape(content["options"], files, content["steps"], folder / CHECKPOINT, validation)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordingError(f"{folder / 'tape.json'}: not a tape ({type(error).__name__}: {error})") from None

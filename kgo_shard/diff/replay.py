@@ -4,6 +4,7 @@ A recording outlives what made it: the new side can be compared with the old sta
 `record` wrote, or one that was kept of the original itself (`original.py`).
 """
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
+from .. import nonfinite
 from ..checkpoint import save_checkpoint
 from ..config import Config, ConfigError
+from ..nonfinite import Finding
 from ..state import init_state
 from . import compare, original, recording, run, shard_side
 from .trace import STATE_STAGES, Tape, Trace
@@ -93,6 +96,38 @@ def replay(folder: Path, tape: Tape, player: Player) -> Replay:
         trace, reference, *noise = ([states_only(part[step]) for step in steps] for part in (trace, bound.reference, *bound.noise))
         bound = bound._replace(reference=reference, noise=noise)
     return Replay(facts, ours, False, bound.judge(recorded, trace, steps))
+
+
+class Nonfinite(NamedTuple):
+    """What was first not finite in a step that stopped a run, and what is in the same step now."""
+
+    facts: dict[str, Any]  # step, file, rows
+    recorded: Finding | None
+    found: Finding | None
+    stages: dict[str, Any]
+
+    @property
+    def reproduced(self) -> bool:
+        return self.found is not None and self.found == self.recorded
+
+    def verdict(self) -> str:
+        if self.found is None:
+            return "NOT REPRODUCED: every term and every gradient of the step is finite here"
+        return f"{'REPRODUCED' if self.reproduced else 'OTHERWISE'}: {self.found} is not finite" + ("" if self.reproduced else f", recorded was {self.recorded or 'nothing'}")
+
+
+def replay_nonfinite(folder: Path, tape: Tape, player: Player) -> Nonfinite:
+    """Plays the step of a tape that the trainer wrote before it stopped. Raises RecordingError naming a file that is damaged."""
+    path = folder / nonfinite.FACTS
+    try:
+        facts = json.loads(path.read_text())
+        recorded = facts["first"] and Finding(facts["first"]["name"], facts["first"]["devices"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise recording.RecordingError(f"{path}: not the facts of a step ({type(error).__name__}: {error})") from None
+    with tempfile.TemporaryDirectory() as name:
+        recording.write_tape(Path(name), tape)
+        trace, _ = player.play(Path(name), tape)
+    return Nonfinite(facts, recorded, nonfinite.find_first(trace[1]), trace[1])
 
 
 def states_only(step: dict) -> dict:

@@ -163,6 +163,25 @@ def comparison_table(comparison: Comparison, title: str = "", all_leaves: bool =
     return section_table({"title": title, "columns": columns, "rows": rows, "verdict": comparison.verdict()})
 
 
+def nonfinite_section(found, shown: int = 30) -> dict:
+    """The leaves of a stopped step (a `replay.Nonfinite`) that are not finite, in the order of computation, up to the gradient."""
+    rows = []
+    for name, leaf in found.stages.items():
+        finite = np.isfinite(np.asarray(leaf, np.float64))
+        if name.startswith(("loss_terms/", "raw_gradient/")) and not finite.all():
+            rows.append([name, f"{finite.size - finite.sum():,} of {finite.size:,}"])
+    if len(rows) > shown:
+        rows = rows[:shown] + [[f"and {len(rows) - shown} more", ""]]
+    return {
+        "title": "Leaves that are not finite",
+        "text": "Numbers of all devices together.",
+        "columns": ["stage/leaf", "numbers"],
+        "rows": rows,
+        "verdict": found.verdict(),
+        "image_png": None,
+    }
+
+
 def section_table(section: dict) -> Table:
     """Any section of a report as a table for the terminal."""
     table = Table(title=section["title"] or None, caption=section["verdict"] or None, caption_justify="left")

@@ -22,12 +22,20 @@ def make_side(tape: Tape, probe_only: bool = False) -> Side:
         after, stages = probe(before, batch)
         return after, name_stages(stages, step.optim.make_schedule(config, before.step, 1).learning_rate[0])
 
+    train, unguarded = (None, None) if probe_only else (step.make_train_step(config), step.make_train_step(config.replace(on_nonfinite="ignore")))
+
+    def stepped(before, batches):
+        try:
+            return train(before, batches)
+        except step.NonfiniteError as error:  # what is not finite is for the comparison to name
+            return unguarded(error.state, batches[error.index :])
+
     return Side(
         name="kgo_shard",
         start=start,
         chunks=lambda current: training_chunks(tape.files, config, current),
         probe=probed,
-        step=None if probe_only else step.make_train_step(config),
+        step=None if probe_only else stepped,
         to_host=state.to_host,
         evaluate=lambda current, files: evaluate(current, next(read_validation(files, config, current.samples))),
     )

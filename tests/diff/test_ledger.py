@@ -2,12 +2,13 @@
 
 import dataclasses
 import importlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from kgo_shard import batches, resume
+from kgo_shard import batches, journal, resume
 from kgo_shard.__main__ import main
 from kgo_shard.config import Config
 from kgo_shard.diff import ledger
@@ -43,10 +44,10 @@ def test_the_fields_of_the_state_are_those_of_the_table():
 
 # What holds no state: arguments, and what is computed anew from them in every round of the loop.
 DERIVED = {
-    "train": {"config", "log", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
-              "done", "seed", "batch", "line", "keeper", "stop", "stopped", "entered", "command", "memory", "marks"},
+    "train": {"config", "log", "show", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
+              "done", "keeper", "stop", "stopped", "entered", "command", "memory", "before", "error", "figures"},
     "training_chunks": {"files", "config", "current", "chunk"},
-    "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image"},
+    "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image", "error"},
 }  # fmt: skip
 
 
@@ -59,7 +60,11 @@ def test_every_variable_of_the_loop_is_in_the_ledger_or_derived(function):
     assert DERIVED[function.__name__] <= names, "a name that is gone"
 
 
-@pytest.mark.parametrize("made", [train.Window(0), train.Marks(1, 2), train.StepTimes(), batches.Place()], ids=lambda made: type(made).__name__)
+STATE = SimpleNamespace(step=0, samples=0)
+MADE = [journal.Window(0), resume.Marks(1, 2), journal.StepTimes(), batches.Place(), resume.Memory.fresh(STATE, Config())]
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: type(made).__name__)
 def test_every_attribute_of_the_loops_objects_is_in_the_ledger(made):
     owner = f"{type(made).__module__.rpartition('.')[2]}.{type(made).__name__}"
     held = {name for row in ledger.HOST_ROWS if row.owner == owner for name in row.names}
@@ -70,8 +75,8 @@ def test_what_the_host_is_said_to_save_is_in_the_own_format(tmp_path, rows9):
     config = Config(pos_len=9, batch_size=16)
     files, place = batches.find_files(rows9 / "train"), batches.Place()
     place.begin(files, 1)
-    memory = resume.Memory(place, train.Window(0).to_json(), {"save": train.Marks(1, 2).to_json()}, False)
-    run = resume.to_json(4, 64, memory, config, resume.contents(files, rows9 / "train"), rows9 / "train")
+    memory = dataclasses.replace(resume.Memory.fresh(STATE, config), place=place, journal={"train_jax.log": 3})
+    run = resume.to_json(SimpleNamespace(step=4, samples=64), memory, config, resume.contents(files, rows9 / "train"), rows9 / "train")
     for row in ledger.HOST_ROWS:
         for where in row.saved.split(", "):
             if not where.startswith("no: "):

@@ -21,7 +21,7 @@ import pytest
 from legacy_pmap.optim import learning_rate as old_learning_rate
 
 import kgo_shard
-from kgo_shard import augment, batches, checkpoint
+from kgo_shard import augment, batches, checkpoint, journal
 from kgo_shard.optim import learning_rate as new_learning_rate
 
 from ..test_train import words_of
@@ -62,8 +62,8 @@ class Clock:
         return self.now
 
     def slow_reader(self, original):
-        def read(*arguments):
-            for batch in original(*arguments):
+        def read(*arguments, **keywords):
+            for batch in original(*arguments, **keywords):
                 self.now += 0.125
                 yield batch
 
@@ -107,8 +107,9 @@ def fakes(monkeypatch):
             (NEW, "read_packed_batches", lambda config: lambda step: new_learning_rate(config, step), lambda batch: expand(batch, pos_len=9)),
         ):
             clock = Clock()
-            monkeypatch.setattr(module, "time", clock)
-            monkeypatch.setattr(module, "jax", SimpleNamespace(block_until_ready=clock.wait))
+            timing = journal if module is NEW else module
+            monkeypatch.setattr(timing, "time", clock)
+            monkeypatch.setattr(timing, "jax", SimpleNamespace(block_until_ready=clock.wait))
             monkeypatch.setattr(module, read, clock.slow_reader(originals[module]))
             if module is NEW:
                 monkeypatch.setattr(NEW, "keep_compiled", lambda config: None)  # nothing is compiled
@@ -245,16 +246,24 @@ def test_every_symmetry_type(fakes, tmp_path, rows9):
     assert len(set(printed.values())) == 7  # each draws images of its own, and the lines show it
 
 
-def test_small_boards_are_warned_of_once(fakes, tmp_path, rows9):
+def test_small_boards_train_alike_where_they_are_allowed_and_are_refused_by_the_new_stack_alone(fakes, tmp_path, rows9):
+    """The original warns and trains on; here --allow-nonfull-mask has to say that this is meant, and then it is told once."""
     with np.load(rows9 / "train" / "data0.npz") as file:
         rows = {key: file[key][:96] for key in file.files}
     rows["binaryInputNCHWPacked"][70:, 0, 0] &= 0x7F  # the first point of the third batch's boards is off the board
     for part in ("train", "val"):
         (tmp_path / "data" / part).mkdir(parents=True)
         np.savez(tmp_path / "data" / part / "rows.npz", **rows)
-    found = run_both(fakes, tmp_path, tmp_path / "data", dict(max_training_samples=192))
-    assert found["err"] == "warning: rows with boards smaller than pos_len; --allow-nonfull-mask silences this\n"
-    assert run_both(fakes, tmp_path, tmp_path / "data", dict(max_training_samples=224, allow_nonfull_mask=True))["err"] == ""
+    fakes()
+    options = dict(max_training_samples=192)
+    found = run(OLD, tmp_path / "a", tmp_path / "data", [options])
+    assert found["err"] == "warning: rows with boards smaller than pos_len; --allow-nonfull-mask silences this\n" and found["codes"] == [0]
+    found = run(NEW, tmp_path / "a", tmp_path / "data", [options])
+    assert "row 70 has a board smaller than pos_len" in found["err"] and found["codes"] == [2]
+    fakes()
+    old, new = (run(module, tmp_path / module.__name__, tmp_path / "data", [options | dict(allow_nonfull_mask=True)]) for module in (OLD, NEW))
+    assert (old.pop("err"), new.pop("err").count("boards smaller than pos_len")) == ("", 1)
+    assert old == new and old["codes"] == [0]
 
 
 # Where the rows lie
