@@ -190,7 +190,7 @@ def run_check_mesh(arguments, argv) -> int:
 
 
 def run_convert(arguments, argv) -> int:
-    from .train import keep_converted
+    from .keeper import keep_converted
 
     if arguments.target.exists():
         raise ConfigError(f"{arguments.target}: is there already: name another place")
