@@ -85,6 +85,10 @@ def make_parser() -> Parser:
     ledger = commands.add_parser("ledger", help="every piece of state of a run: owner, dtype, placement, saved or not, compared or not")
     add_options(ledger)
 
+    plot = commands.add_parser("plot", help="draw runs: losses, accuracy, learning rate, gradient norm and throughput over the training samples")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a file that a trainer's output went to")
+    plot.add_argument("--out", type=Path, metavar="FILE.png", help="default: plot.png in the only run's folder, else here")
+
     demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
     demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
     return parser
@@ -123,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "noise": run_noise,
         "collectives": run_collectives,
         "ledger": run_ledger,
+        "plot": run_plot,
         "demo": run_demo,
     }[arguments.command]
     try:
@@ -394,6 +399,13 @@ def run_ledger(arguments, argv) -> int:
     from .diff import ledger, report
 
     make_console().print(report.section_table(ledger.ledger_section(from_arguments(arguments))))
+    return 0
+
+
+def run_plot(arguments, argv) -> int:
+    from .plot import plot
+
+    print(plot(arguments.runs, arguments.out))
     return 0
 
 
