@@ -80,8 +80,11 @@ def test_a_torn_last_line_is_not_read(tmp_path):
     assert len(read_run(write_journal(tmp_path, train_entry(20), torn=whole)).records["train"]) == 2, "only its end is missing"
 
 
-@pytest.mark.parametrize("damage", ["{", "{}", "[1]", "\x00", '{"kind": "train"}', '{"kind": "train", "samples": -1}', '{"kind": "train", "samples": 1.5}',
-                                    '{"kind": "train", "samples": true}', '{"kind": "validation", "samples": 1, "loss": "low"}', "[" * 100_000])
+BROKEN = ("{", "{}", "[1]", "\x00", '{"kind": "train"}', "[" * 100_000)
+NO_FIGURES = ('{"kind": "train", "samples": %s}' % samples for samples in ("-1", "1.5", "true", '1, "loss": "low"'))
+
+
+@pytest.mark.parametrize("damage", [pytest.param(line, id=str(number)) for number, line in enumerate((*BROKEN, *NO_FIGURES))])
 def test_a_broken_line_is_named_by_file_and_number(tmp_path, damage):
     write_journal(tmp_path, train_entry(20))
     path = tmp_path / "metrics.jsonl"
