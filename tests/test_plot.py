@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from kgo_shard import __main__ as command
+from kgo_shard import plot as plotting
 from kgo_shard.config import Config
 from kgo_shard.loss import Terms
 from kgo_shard.plot import FIGURES, PANELS, PlotError, draw, plot, read_run, run_colors, tell_apart
 from kgo_shard.train import Window, validate
 
 BATCH = 16
+NO_MARKER = ("", "None", "none", None)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -206,7 +208,7 @@ def test_every_panel_shows_every_runs_windows_as_a_line_and_validations_as_marke
         validated = [] if name in ("lr", "grad_norm", "sps") else runs[:2]
         for run, line in zip(validated, checks, strict=True):
             np.testing.assert_array_equal(line.get_xydata(), np.stack(run.curve("validation", name), axis=1))
-            assert line.get_marker() not in ("", "None", None)
+            assert line.get_marker() not in NO_MARKER
             assert line.get_color() == training[runs.index(run)].get_color()
         assert len({line.get_color() for line in training}) == len(runs)
         assert axes.get_ylabel().startswith(name if name not in ("lr", "grad_norm", "sps") else axes.get_title(loc="left"))
@@ -223,6 +225,7 @@ def test_no_two_runs_have_one_colour(count):
 
 def test_runs_of_many_colours_have_dashes_too(make_run):
     run = make_run("one")
+    assert {line.get_linestyle() for line in lines_of(draw([run] * 5).axes[0])[0]} == {"-"}
     axes = draw([run] * 12).axes[0]
     dashes = [line.get_linestyle() for line in lines_of(axes)[0]]
     assert len(dashes) == 12 and all(one != other for one, other in zip(dashes, dashes[1:]))
@@ -237,23 +240,28 @@ def test_a_figure_that_no_run_logs_leaves_a_panel_that_says_so(make_run):
 
 def test_a_single_window_can_be_seen(make_run):
     (line,), _ = lines_of(draw([make_run("one", steps=(20,))]).axes[0])
-    assert line.get_marker() not in ("", "None", None)
+    assert line.get_marker() not in NO_MARKER
     (line,), _ = lines_of(draw([make_run("one")]).axes[0])
-    assert line.get_marker() in ("", "None", None)
+    assert line.get_marker() in NO_MARKER
 
 
-def test_an_axis_is_logarithmic_only_where_curves_lie_far_apart(make_run):
+def test_an_axis_is_logarithmic_only_where_curves_lie_far_apart(make_run, tmp_path):
     near = draw([make_run("one", lr=1e-4), make_run("two", lr=2e-4)])
     assert {axes.get_yscale() for axes in near.axes} == {"linear"}
     far = by_title(draw([make_run("one", lr=1e-4, pacc1=0.01, sps=10.0), make_run("two", lr=1e-6, pacc1=0.9, sps=1000.0)]))
     assert {name for name, axes in far.items() if axes.get_yscale() == "log"} == {"lr", "sps"}
-    low, high = far["lr"].get_ylim()
-    assert low < 1e-6 and high > 1e-4
+    # A learning rate that begins and ends near zero: its peak decides, and its ends do not take the axis.
+    entries = [train_entry(step, lr=lr) for step, lr in ((20, 1e-12), (40, 1e-4), (60, 1e-12), (80, 0.0))]
+    cosine = read_run(write_journal(tmp_path / "cosine", *entries))
+    assert by_title(draw([cosine, make_run("half", lr=5e-5)]))["lr"].get_yscale() == "linear"
+    axes = by_title(draw([cosine, make_run("low", lr=1e-6)]))["lr"]
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log" and 1e-9 < low < 1e-6 and high > 1e-4
     zero = by_title(draw([make_run("one", sps=10.0), make_run("two", sps=0.0)]))
     assert zero["sps"].get_yscale() == "linear"
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, monkeypatch):
     runs = [read_run(write_journal(tmp_path / above / "run", train_entry(20))) for above in ("a", "b")]
     runs.append(read_run(write_journal(tmp_path / "c", train_entry(20)) / "metrics.jsonl"))
     tell_apart(runs)
@@ -261,6 +269,10 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     same = [read_run(tmp_path / "c"), read_run(tmp_path / "c")]
     tell_apart(same)  # no more to tell: it ends
     assert same[0].name == same[1].name
+    drawn = []
+    monkeypatch.setattr(plotting, "draw", lambda runs: drawn.extend(run.name for run in runs) or draw(runs))
+    plot([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "both.png")
+    assert drawn == ["a/run", "b/run"]
 
 
 # The command
@@ -282,6 +294,7 @@ def test_names_that_matplotlib_would_read_as_something_else_are_names(tmp_path):
     assert target.read_bytes().startswith(PNG) and os.listdir(tmp_path / "new") == ["names.png"]
     legend = draw([read_run(tmp_path / name) for name in names]).legends[0]
     shown = [text.get_text() for text in legend.get_texts()]
+    assert not any(text.get_parse_math() for text in legend.get_texts())
     assert shown[:3] == names[:3] and 20 < len(shown[3]) < 60 and len(legend.get_lines()) == len(shown)
 
 
