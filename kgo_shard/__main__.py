@@ -86,6 +86,18 @@ def make_parser() -> Parser:
     ledger = commands.add_parser("ledger", help="every piece of state of a run: owner, dtype, placement, saved or not, compared or not")
     add_options(ledger)
 
+    plot = commands.add_parser("plot", help="draw runs: losses, accuracy, learning rate, gradient norm and throughput over the training samples")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a file that a trainer's output went to")
+    plot.add_argument("--out", type=Path, metavar="FILE.png", help="default: plot.png in the only run's folder, else here")
+
+    make_data = commands.add_parser("make-data", help="synthetic rows for trials, of any number and board size")
+    make_data.add_argument("folder", type=Path, metavar="DIR", help="a new folder; gets train/ and val/")
+    make_data.add_argument("--rows", type=int, default=4096, metavar="N", help="training rows (default 4096)")
+    make_data.add_argument("--files", type=int, metavar="N", help="files of training rows (default: of at most 8192 rows each)")
+    make_data.add_argument("--val-rows", type=int, default=512, metavar="N", help="validation rows (default 512)")
+    make_data.add_argument("--pos-len", type=int, default=19, metavar="P", help="board edge (default 19, as the trainer's)")
+    make_data.add_argument("--seed", type=int, default=1234, metavar="S", help="equal seeds give equal rows (default 1234)")
+
     demo = commands.add_parser("demo", help="the whole story on the shipped real rows, in a few minutes")
     demo.add_argument("--report", type=Path, metavar="DIR", default=Path("reports/demo"), help="where the report goes (default reports/demo)")
     return parser
@@ -124,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "noise": run_noise,
         "collectives": run_collectives,
         "ledger": run_ledger,
+        "plot": run_plot,
+        "make-data": run_make_data,
         "demo": run_demo,
     }[arguments.command]
     try:
@@ -413,6 +427,24 @@ def run_ledger(arguments, argv) -> int:
     from .diff import ledger, report
 
     make_console().print(report.section_table(ledger.ledger_section(from_arguments(arguments))))
+    return 0
+
+
+def run_plot(arguments, argv) -> int:
+    from .plot import plot
+
+    print(plot(arguments.runs, arguments.out))
+    return 0
+
+
+def run_make_data(arguments, argv) -> int:
+    from .make_data import make_data
+
+    options = {name: getattr(arguments, name) for name in ("rows", "files", "val_rows", "pos_len", "seed")}
+    with Progress(console=make_console(), transient=True) as progress:
+        paths = make_data(arguments.folder, progress=progress, **options)
+    size = sum(path.stat().st_size for path in paths)
+    print(f"{arguments.folder}: {arguments.rows} training and {arguments.val_rows} validation rows, {len(paths)} files, {size / 1e6:.1f} MB")
     return 0
 
 
