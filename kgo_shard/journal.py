@@ -47,7 +47,8 @@ class Journal:
             elif path.is_file() and positions and name in positions:
                 os.truncate(path, min(positions[name], path.stat().st_size))
         try:
-            self.files = {name: open(self.folder / name, "a", encoding="utf-8") for name in (LOG, METRICS)}
+            for name in (LOG, METRICS):
+                self.files[name] = open(self.folder / name, "a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"traindir {self.folder}: {error.filename} cannot be written ({error.strerror}): make room, or give another folder") from None
         for text in self.early:

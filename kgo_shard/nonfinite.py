@@ -11,7 +11,7 @@ import numpy as np
 
 from . import augment, layout
 from .batches import rows_read
-from .checkpoint import CheckpointError, save_checkpoint
+from .checkpoint import save_checkpoint
 from .config import Config
 from .mesh import make_mesh
 from .state import TrainState
@@ -60,8 +60,8 @@ def explain(error: NonfiniteError, batch: Batch, where: tuple[Path, int], config
         facts = {"step": step, "file": str(path), "rows": [rows[0], rows[-1]], "first": found and found._asdict()}
         (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         kept = f" Its tape is {folder}: kgo-shard replay {folder} --side new."
-    except (OSError, CheckpointError) as failed:
-        kept = f" Its tape could not be written ({failed})."
+    except Exception as failed:  # whatever is wrong with the tape, the step is what the run ends for
+        kept = f" Its tape could not be made ({failed or type(failed).__name__})."
     if found is not None and found.devices:
         share = config.batch_size // make_mesh(config).size
         rows = sorted({start + index % len(rows) for device in found.devices for index in range(device * share, (device + 1) * share)})
@@ -99,7 +99,7 @@ def write_tape(error: NonfiniteError, batch: Batch, config: Config) -> Path:
 
 def finished(batch: Batch, config: Config) -> Batch:
     """The rows of a batch after history and symmetry, in their stored dtypes; the planes unpacked."""
-    expanded = augment.expand(batch, config.pos_len)
+    expanded = jax.jit(augment.expand, static_argnames="pos_len")(batch, pos_len=config.pos_len)
     dtypes = {layout.PLANES: np.uint8} | {key: value.dtype for key, value in batch.items()}
     return {key: np.asarray(value).astype(dtypes[key]) for key, value in jax.device_get(expanded).items()}
 

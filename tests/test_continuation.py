@@ -1,6 +1,7 @@
 """A run that is killed at any moment and started again with the same command ends as one that was never killed."""
 
 import importlib
+import json
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from kgo_shard import store
 from kgo_shard.batches import Place, find_files, read_packed_batches
 from kgo_shard.checkpoint import load_checkpoint
 from kgo_shard.config import Config
+from kgo_shard.journal import LOG, METRICS
 from kgo_shard.state import to_host
 from kgo_shard.train import train
 
@@ -45,6 +47,12 @@ def figures(lines) -> dict[str, str]:
             text = re.sub(r", (time|sps|TFLOPS|MFU)=[^,]*", "", line)
             kept[text.split(",")[0].split(":")[0]] = text
     return kept
+
+
+def logged(traindir) -> list[dict]:
+    """The figures in the run folder, all of them and in full, without the times."""
+    lines = [json.loads(line) for line in (traindir / METRICS).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "sps", "tflops", "mfu")} for line in lines]
 
 
 def last_state(traindir) -> dict[str, np.ndarray]:
@@ -84,6 +92,8 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(tmp_path, rows9):
     assert kills == KILLS and unfinished > 0, "no kill fell into a save"
     assert_same_bits(last_state(tmp_path / "whole"), last_state(tmp_path / "killed"))
     assert last_state(tmp_path / "killed")["step"] == 240 and figures(lines) == expected
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole"), "each once, in order, as if nothing had happened"
+    assert figures((tmp_path / "killed" / LOG).read_text().splitlines()) == expected
 
 
 def stopped_run(traindir, data, after: int, **options):

@@ -11,9 +11,10 @@ import pytest
 from kgo_shard import __main__ as command
 from kgo_shard import plot as plotting
 from kgo_shard.config import Config
+from kgo_shard.journal import Window, validation_line, window_line
 from kgo_shard.loss import Terms
 from kgo_shard.plot import FIGURES, PANELS, PlotError, draw, plot, read_run, run_colors, tell_apart
-from kgo_shard.train import Window, validate
+from kgo_shard.train import validate
 
 BATCH = 16
 NO_MARKER = ("", "None", "none", None)
@@ -110,7 +111,8 @@ def printed_log(step, norm=True, **sums) -> str:
     window = Window(step - 10)
     window.add({"lr": 1.25e-4, "grad_norm": 30.0, "loss": 500.0, "wsum": 4.0} | {name: 4.0 for name in Terms._fields[1:-1]} | sums)
 
-    return window.line(SimpleNamespace(step=step, samples=step * BATCH), config)
+    state = SimpleNamespace(step=step, samples=step * BATCH)
+    return window_line(state, window.figures(state, config))
 
 
 def test_the_trainers_own_log_lines_are_read(tmp_path):
@@ -127,9 +129,10 @@ def test_the_trainers_own_log_lines_are_read(tmp_path):
 def test_the_trainers_own_validation_line_is_read(tmp_path, rows9):
     config = Config(pos_len=9, batch_size=32, model_kind="b2c32", max_val_batches=1)
     sums = {name: np.float32(index) for index, name in enumerate(Terms._fields, start=1)}
-    line = validate(lambda state, batch: sums, SimpleNamespace(samples=320), [rows9 / "val" / "data0.npz"], config)
+    state = SimpleNamespace(samples=320)
+    figures = validate(lambda state, batch: sums, state, [rows9 / "val" / "data0.npz"], config)
     path = tmp_path / "anything.txt"
-    path.write_text(line)
+    path.write_text(validation_line(state, figures))
     run = read_run(path)
     assert run.name == "anything.txt" and not run.records["train"]
     samples, losses = run.curve("validation", "loss")

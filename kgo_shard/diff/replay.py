@@ -38,13 +38,13 @@ class Player(NamedTuple):
     flags: Sequence[str] = ()  # XLA flags of the other interpreter
     progress: Progress | None = None
 
-    def play(self, folder: Path, tape: Tape) -> tuple[Trace, dict[str, Any]]:
-        """The trace of the tape (which is also written in `folder`) and the facts about it."""
+    def play(self, folder: Path, tape: Tape, probe_only: bool = False) -> tuple[Trace, dict[str, Any]]:
+        """The trace of the tape (which is also written in `folder`) and the facts about it; with `probe_only` without the training step's."""
         if self.python is not None:
             if self.side != "old":
                 raise ConfigError(f"--python runs the old side only; for the new one run {self.python} -m kgo_shard replay ... --side new")
             return run.run_elsewhere(self.python, folder, self.flags)
-        side = run.old_stack().make_side(tape) if self.side == "old" else shard_side.make_side(tape)
+        side = (run.old_stack() if self.side == "old" else shard_side).make_side(tape, probe_only)
         return run.record_shown(side, tape, self.progress), recording.facts_here(side.name)
 
 
@@ -126,7 +126,7 @@ def replay_nonfinite(folder: Path, tape: Tape, player: Player) -> Nonfinite:
         raise recording.RecordingError(f"{path}: not the facts of a step ({type(error).__name__}: {error})") from None
     with tempfile.TemporaryDirectory() as name:
         recording.write_tape(Path(name), tape)
-        trace, _ = player.play(Path(name), tape)
+        trace, _ = player.play(Path(name), tape, probe_only=True)
     return Nonfinite(facts, recorded, nonfinite.find_first(trace[1]), trace[1])
 
 
