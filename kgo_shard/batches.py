@@ -7,6 +7,7 @@ finishes them inside the step (augment.py). `read_batches` is the original's for
 import copy
 import itertools
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -118,11 +119,15 @@ class Place:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], folder: Path) -> "Place":
+        """Raises KeyError, TypeError or ValueError where it was not made by `to_json`."""
         rand = None
         if saved["rand"] is not None:
             rand = np.random.default_rng()
             rand.bit_generator.state = saved["rand"]
-        return cls([folder / name for name in saved["order"]], saved["seed"], saved["file"], saved["batch"], rand)
+        order, seed, file, batch = ([folder / name for name in saved["order"]], *(operator.index(saved[name]) for name in ("seed", "file", "batch")))
+        if min(seed, file, batch) < 0 or file > len(order) or (order and rand is None):
+            raise ValueError(f"file {file}, batch {batch} is no place among {len(order)} files")
+        return cls(order, seed, file, batch, rand)
 
 
 def name_in(folder: Path, path: Path) -> str:

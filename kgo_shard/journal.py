@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -110,10 +111,11 @@ class Window:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Window":
-        window = cls(saved["start_step"])
-        window.start_time -= saved["seconds"]
-        window.sums = {name: np.float32(value) for name, value in saved["sums"].items()}
-        window.learning_rate = saved["learning_rate"]
+        """Raises KeyError, TypeError or ValueError where it was not made by `to_json`."""
+        window = cls(operator.index(saved["start_step"]))
+        window.start_time -= float(saved["seconds"])
+        window.sums = {name: np.float32(float(value)) for name, value in saved["sums"].items()}
+        window.learning_rate = float(saved["learning_rate"])
         return window
 
     def add(self, metrics: dict[str, float]):

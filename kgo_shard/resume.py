@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .batches import Place, name_in, rows_read
-from .config import Config
+from .config import Config, ConfigError
 from .journal import Window
 from .mesh import make_mesh
 from .npz import DataError
@@ -39,7 +39,7 @@ class Marks:
     @classmethod
     def from_json(cls, saved: dict[str, int], every: int, now: int) -> "Marks":
         """The saved ones; counted from `now` where they are to come more or less often than before."""
-        return cls(every, saved["next"] if saved["every"] == every else now + every)
+        return cls(every, count(saved["next"]) if saved["every"] == every else now + every)
 
     def reached(self, samples: int, at_end: bool) -> bool:
         passed = bool(self.every) and samples >= self.next
@@ -97,38 +97,62 @@ def versions() -> dict[str, str]:
 
 
 def from_json(path: Path, run: dict[str, Any], config: Config, files: Sequence[Path], folder: Path) -> Memory:
-    """The memory of a checkpoint at `path`. CheckpointError where options or data have changed in a way that matters."""
+    """The memory of a checkpoint at `path`. CheckpointError where options or data have changed in a way that matters, or it is damaged."""
     if run.get("format") != FORMAT:
         raise CheckpointError(f"{path}: format {run.get('format')}, but this version reads {FORMAT}: use the version that wrote it")
-    if missing := sorted({"step", "samples", "devices", "options", "place", "window", "marks", "warned", "data"} - run.keys()):
+    if missing := sorted({"step", "samples", "devices", "options", "versions", "place", "window", "marks", "warned", "data"} - run.keys()):
         raise CheckpointError(f"{path}: run.json has no {', '.join(missing)}: it is not of this trainer")
-    check_options(path, run["options"], config)
-    place = run["place"]
-    if place["order"] and config.resume_order == "exact":
-        place = place | {"order": without_removed(place, run["data"], named(files, folder))}
-        check_data(path, run["data"], place["order"][place["file"] :], files, folder, config.skip_bad_files)
-        rows = [rows_read(options) for options in (Config(**known(run["options"])), config)]
-        if rows[0] != rows[1]:
-            raise CheckpointError(
-                f"{path}: it stands in an epoch that is read in batches of {rows[0]} rows, this run reads {rows[1]}: "
-                "begin an epoch with --resume-order legacy"
-            )
-    marks, step, samples = run["marks"], run["step"], run["samples"]
+    try:
+        check_options(path, run["options"], config)
+        memory = read_memory(run, config, folder)
+        if memory.place.order and config.resume_order == "exact":
+            finish_epoch(path, run, memory.place, config, files, folder)
+    except (CheckpointError, DataError, ConfigError):
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path}: run.json holds something else than this trainer writes ({type(error).__name__}: {error})") from None
+    return memory
+
+
+def read_memory(run: dict[str, Any], config: Config, folder: Path) -> Memory:
+    marks, journal = run["marks"], run.get("journal")
+    if journal is not None:
+        journal = {str(name): count(length) for name, length in journal.items()}
+    every = {
+        "save": (config.save_every_samples, run["samples"]),
+        "validate": (config.val_every_samples, run["samples"]),
+        "replicas": (config.check_replicas, run["step"]),
+    }
     return Memory(
-        Place.from_json(place, folder),
+        Place.from_json(run["place"], folder),
         Window.from_json(run["window"]),
-        Marks.from_json(marks["save"], config.save_every_samples, samples),
-        Marks.from_json(marks["validate"], config.val_every_samples, samples),
-        Marks.from_json(marks["replicas"], config.check_replicas, step),
-        run["warned"],
-        run.get("skipped", 0),
-        run.get("journal"),
+        **{name: Marks.from_json(marks[name], *now) for name, now in every.items()},
+        warned=bool(run["warned"]),
+        skipped=count(run.get("skipped", 0)),
+        journal=journal,
     )
 
 
-def without_removed(place: dict[str, Any], saved: dict[str, str], present: dict[str, Path]) -> list[str]:
-    """The epoch's order without files that were bad when the run was saved (it has no checksum of them) and were taken away since."""
-    return [name for index, name in enumerate(place["order"]) if index < place["file"] or name in saved or name in present]
+def count(value) -> int:
+    """`value`, which must be a whole number and not negative; a checkpoint may be damaged."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def finish_epoch(path: Path, run: dict[str, Any], place: Place, config: Config, files: Sequence[Path], folder: Path):
+    """CheckpointError where the epoch that `place` stands in cannot be finished as it would have been."""
+    rows = [rows_read(options) for options in (Config(**known(run["options"])), config)]
+    if rows[0] != rows[1]:
+        raise CheckpointError(
+            f"{path}: it stands in an epoch that is read in batches of {rows[0]} rows, this run reads {rows[1]}: "
+            "begin an epoch with --resume-order legacy"
+        )
+    names, present, saved = run["place"]["order"], named(files, folder), run["data"]
+    # A file that was bad when the run was saved has no checksum; it may have been taken away since.
+    left = [index for index, name in enumerate(names) if index < place.file or name in saved or name in present]
+    place.order = [place.order[index] for index in left]
+    check_data(path, saved, [names[index] for index in left if index >= place.file], present, folder, config.skip_bad_files)
 
 
 def known(saved: dict[str, Any]) -> dict[str, Any]:
@@ -154,12 +178,11 @@ def check_options(path: Path, saved: dict[str, Any], config: Config):
         )
 
 
-def check_data(path: Path, saved: dict[str, str], order: Sequence[str], files: Sequence[Path], folder: Path, skip: bool):
+def check_data(path: Path, saved: dict[str, str], order: Sequence[str], present: dict[str, Path], folder: Path, skip: bool):
     """CheckpointError where a file of the epoch that is to be finished is gone (unless bad files are to be skipped) or has other content.
 
     A file without a checksum was bad when the run was saved: whatever it is now, it is read. New files wait for the next epoch.
     """
-    present = named(files, folder)
     for name in order:
         if name not in present:
             if skip:

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -177,6 +178,7 @@ def read_checked(path: Path) -> tuple[Tree, dict[str, Any]]:
             what = "is missing" if name not in names else "is not the checkpoint's" if name not in sums else "was changed: its checksum is another"
             leaf = name.split("/")[1] if name.startswith(STATE + "/") and name.count("/") > 1 else name
             raise CheckpointError(f"{path}: {leaf} {what}")
+    check_sizes(path / STATE)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
         folder = (path / STATE).absolute()
         shapes = checkpointer.metadata(folder).item_metadata.tree
@@ -186,6 +188,19 @@ def read_checked(path: Path) -> tuple[Tree, dict[str, Any]]:
     if not (isinstance(run, dict) and isinstance(run.get("step"), int)):
         raise CheckpointError(f"{path}: {RUN} names no step: it is not of this trainer")
     return state, run
+
+
+def check_sizes(state: Path):
+    """ValueError naming a leaf whose header promises more than this machine can hold: TensorStore would end the process, not raise."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for header in state.glob("*/.zarray"):
+        content = json.loads(header.read_text())
+        shape, chunks, dtype = (content[name] for name in ("shape", "chunks", "dtype"))
+        if not all(type(edge) is int and edge >= 0 for edge in (*shape, *chunks)) or any(chunk > max(edge, 1) for chunk, edge in zip(chunks, shape, strict=True)):
+            raise ValueError(f"{header.parent.name}: shape {shape} in chunks of {chunks}")
+        room -= math.prod(shape) * np.dtype(dtype).itemsize
+        if room < 0:
+            raise ValueError(f"{header.parent.name}: with shape {shape} of {dtype} the state is larger than this machine's memory")
 
 
 def newest(folder: Path, warn) -> Iterator[tuple[Path, Tree, dict[str, Any]]]:

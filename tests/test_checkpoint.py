@@ -277,7 +277,7 @@ def test_a_file_without_its_last_byte_is_refused(saved, write):
     assert "truncated or damaged" in refusal(write(saved.read_bytes()[:-1]))
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=600, derandomize=True, deadline=None, database=None)
 @given(data=st.data())
 def test_a_damaged_file_loads_or_raises_checkpoint_error_and_nothing_else(data, saved, tmp_path_factory):
     damaged = bytearray(saved.read_bytes())
