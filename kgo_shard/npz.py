@@ -156,12 +156,11 @@ def _check_finite(path: Path, key: str, array: np.ndarray):
 
 
 def _check_counts(path: Path, policy: np.ndarray, scores: np.ndarray):
-    """Refuse rows whose visit counts sum to nothing: dividing by the sum makes them NaN and ruins the whole step, at weight 0 too."""
-    for which in range(policy.shape[1]):
-        counts = policy[:, which]
-        bad = (counts.sum(axis=-1, dtype=np.float64) <= 0) | (counts.min(axis=-1) < 0)
-        if bad.any():
-            raise _bad_rows(path, layout.POLICY, bad, f"policy {which} is all zero or negative")
+    """Refuse rows whose visit counts are all zero: dividing by their sum makes them NaN and ruins the whole step, at weight 0 too."""
+    bad = (policy.min(axis=-1) < 0) | (policy.max(axis=-1) <= 0)
+    if bad.any():
+        which = np.argmax(bad.any(axis=0))
+        raise _bad_rows(path, layout.POLICY, bad[:, which], f"policy {which} is all zero or negative")
     if (bad := scores.min(axis=-1) < 0).any():
         raise _bad_rows(path, layout.SCORES, bad, "is negative")
 

@@ -1,0 +1,171 @@
+"""How fast do rows come in, how many bytes are they, and what do checkpoints and state weigh?
+
+    python -m benchmarks.input [--json FILE] [--datadir DATA] [--repeats 5] [--model-kind b12c192] ...
+
+Rows a second from compressed files on the disk to host batches, the original's loader against ours, in turns, with and without history
+and symmetry; and to arrays on the devices, finished (ours finishes them there). Bytes of a row as it is handed to the devices. Seconds
+to save and to load a checkpoint in the original's format and in ours. Bytes of state on each device, by kind, and what the compiled
+step says of its own memory.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import measure
+from .step import add_arguments, options_of
+
+
+def time_loaders(config, files, repeats: int, show) -> dict[str, dict[str, list[float]]]:
+    """Rows a second of every repeat: a whole pass over the files, "host" batches or "finished" arrays on the device."""
+    import jax
+    import legacy_pmap
+
+    from kgo_shard import augment, mesh
+    from kgo_shard.batches import read_packed_batches
+
+    device_mesh = mesh.make_mesh(config)
+    expand = jax.jit(lambda rows: augment.expand({key: value[0] for key, value in rows.items()}, config.pos_len))
+
+    def finish_ours(batch):
+        return expand(mesh.put_batches(device_mesh, [batch]))
+
+    found = {}
+    for history in (True, False):
+        # Symmetry goes with history, as training has both; without either a loader only reads and unpacks.
+        chosen = config.replace(enable_history_matrices=history, symmetry_type="xyt" if history else "none")
+        options = {name: getattr(chosen, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(chosen, name)}
+        old = legacy_pmap.Config(**options)
+        ways = {
+            "original, host": (lambda old=old: legacy_pmap.read_batches(files, old, 0), None),
+            "ours, host": (lambda chosen=chosen: read_packed_batches(files, chosen, 0), None),
+            "original, finished": (lambda old=old: legacy_pmap.read_batches(files, old, 0), jax.device_put),
+            "ours, finished": (lambda chosen=chosen: read_packed_batches(files, chosen, 0), finish_ours),
+        }
+        samples = {name: [] for name in ways}
+        for repeat in range(-1, repeats):  # the first pass warms up the files and the programs, and is not kept
+            for name, (stream, finish) in ways.items():
+                started, rows = time.perf_counter(), 0
+                for batch in stream():
+                    rows += config.batch_size
+                    if finish is not None:
+                        jax.block_until_ready(finish(batch))
+                if repeat >= 0:
+                    samples[name].append(rows / (time.perf_counter() - started))
+            show(f"{'with' if history else 'without'} history and symmetry, pass {repeat + 1} of {repeats}")
+        found["with history and symmetry" if history else "without"] = samples
+    return found
+
+
+def row_bytes(config, files) -> dict[str, float]:
+    """Bytes of a row as each side hands it to the devices."""
+    import legacy_pmap
+
+    from kgo_shard.batches import read_packed_batches
+
+    options = {name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)}
+    batches = {"original": next(legacy_pmap.read_batches(files, legacy_pmap.Config(**options), 0)), "ours": next(read_packed_batches(files, config, 0))}
+    return {name: sum(array.nbytes for array in batch.values()) / config.batch_size for name, batch in batches.items()}
+
+
+def time_checkpoints(config, repeats: int, show) -> dict[str, list[float]]:
+    """Seconds to write and to read the state, in the original's format and in ours (until it is complete on the disk)."""
+    from kgo_shard import checkpoint, store
+    from kgo_shard.state import init_state
+
+    state = init_state(config)
+    samples: dict[str, list[float]] = {name: [] for name in ("save, original's", "load, original's", "save, ours", "load, ours")}
+
+    def timed(name, work):
+        started = time.perf_counter()
+        work()
+        samples[name].append(time.perf_counter() - started)
+
+    with tempfile.TemporaryDirectory() as folder:
+        pickled, kept = Path(folder) / checkpoint.FILE_NAME, store.Store(Path(folder), keep=1)
+        for number in range(repeats):
+            timed("save, original's", lambda: checkpoint.save_checkpoint(pickled, state, config))
+            timed("load, original's", lambda: checkpoint.load_checkpoint(pickled, config))
+
+            def save():
+                kept.save(number, checkpoint.to_trees(state.learned), {"step": number})
+                kept.wait()
+
+            timed("save, ours", save)
+            timed("load, ours", lambda: store.read(Path(folder) / store.FOLDER / f"{number:08d}"))
+            show(f"checkpoint {number + 1} of {repeats}")
+        kept.close()
+    return samples
+
+
+def state_bytes(config) -> dict[str, int]:
+    """Bytes of the state on one device, by kind, as the arrays really lie."""
+    import jax
+
+    from kgo_shard.state import init_state
+
+    learned = init_state(config).learned
+
+    def on_first_device(tree):
+        return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == leaf.addressable_shards[0].device)
+
+    kinds = {"parameters": learned.net, "moments": learned.opt_state, "moving average": learned.ema, "statistics": learned.statistics}
+    return {name: on_first_device(tree) for name, tree in kinds.items()}
+
+
+def step_memory(config, files) -> dict[str, dict[str, int]]:
+    """What each compiled step says of its memory: bytes of arguments, outputs, temporaries, and at most; of all devices' program on one."""
+    from . import contenders
+
+    found = {}
+    for contender in (contenders.make_pmap(config, files, 1), contenders.make_shard_map(config, files, 1)):
+        analysis = contender.lower().compile().memory_analysis()
+        names = ("argument", "output", "temp")
+        found[contender.name] = {name: getattr(analysis, f"{name}_size_in_bytes") for name in names}
+        found[contender.name]["at most"] = getattr(analysis, "peak_memory_in_bytes", 0)
+    return found
+
+
+def run(options: dict, datadir: Path, devices: int, repeats: int, show) -> dict:
+    from kgo_shard.batches import find_files
+    from kgo_shard.config import Config
+
+    measure.refuse_unequal_work(options, datadir, devices)
+    parallel = {"data_parallel": devices > 1, "data_parallel_devices": devices if devices > 1 else 0}
+    config, files = Config(**options, **parallel, ema_decay=0.999), find_files(datadir / "train")
+    loaders = time_loaders(config, files, repeats, show)
+    weights = row_bytes(config, files)
+    medians = {mode: {name: statistics.median(rates) for name, rates in samples.items()} for mode, samples in loaders.items()}
+    return measure.result(
+        "rows a second from files to batches, bytes a row, seconds to save and load, bytes of state",
+        options | {"devices": devices, "repeats": repeats, "rows": str(datadir.name), "files": len(files), "ema_decay": 0.999},
+        rows_a_second=loaders,
+        bytes_a_row=weights,
+        checkpoints=time_checkpoints(config, repeats, show),
+        state_bytes=state_bytes(config),
+        step_memory=step_memory(config, files),
+        ratios={
+            f"{mode}, {place}": rates[f"ours, {place}"] / rates[f"original, {place}"] for mode, rates in medians.items() for place in ("host", "finished")
+        }
+        | {"bytes a row": weights["ours"] / weights["original"]},
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    measure.use_devices(arguments.devices)
+    found = run(options_of(arguments), arguments.datadir, arguments.devices, arguments.repeats, lambda text: print(text, file=sys.stderr, flush=True))
+    measure.write(arguments.json, found)
+    for name, ratio in found["ratios"].items():
+        print(f"{name}: ours {ratio:.2f} x the original's")
+    print(f"bytes a row: {found['bytes_a_row']['ours']:.0f}, the original's {found['bytes_a_row']['original']:.0f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

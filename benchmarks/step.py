@@ -1,0 +1,187 @@
+"""How long does a training step take, old and new? Four programs, interleaved, in one process.
+
+    python -m benchmarks.step [--json FILE] [--optimizer adamw] [--repeats 10] [--window 5] [--devices 8] [--model-kind b12c192] ...
+
+First both stacks must agree in every bit of one step, in exact mode. Then each program is lowered, compiled and run once, timed apart;
+then, one after the other in turns that rotate, every repeat of
+- latency: one step, synchronised: from the host's batch until every output is ready and the metrics are read; in it `place` (stack,
+  transfer), `dispatch` (until the call returns) and `wait` (until everything is ready);
+- rate: `window` steps in a row, of which only the last is awaited: seconds a step.
+Host pieces are timed apart: `read` (a batch from the loader: files, and what it augments on the host). Logical CPU devices share the
+cores: `one device` on the same batch is what they can reach at best, and no speed-up follows for real devices.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from . import measure
+
+
+def time_compiling(contender) -> dict[str, float]:
+    """Seconds of lowering, compiling and the first run; the run is of the function that is timed later."""
+    import jax
+
+    started = time.perf_counter()
+    lowered = contender.lower()
+    lowered_at = time.perf_counter()
+    compiled = lowered.compile()
+    compiled_at = time.perf_counter()
+    state = contender.start()
+    jax.block_until_ready(state)
+    ran_at = time.perf_counter()
+    jax.block_until_ready(contender.call(state, contender.place(contender.batches[0])))
+    memory = compiled.memory_analysis()
+    return {
+        "lowering": lowered_at - started,
+        "compiling": compiled_at - lowered_at,
+        "first run": time.perf_counter() - ran_at,
+        "bytes at most": getattr(memory, "peak_memory_in_bytes", None) or None,
+        "bytes of temporaries": getattr(memory, "temp_size_in_bytes", None),
+    }
+
+
+class Runner:
+    """One contender's state as the steps go by, and what it took."""
+
+    def __init__(self, contender):
+        self.contender, self.state, self.taken = contender, contender.start(), 0
+
+    def next_batch(self):
+        self.taken += 1
+        return self.contender.batches[self.taken % len(self.contender.batches)]
+
+    def latency(self) -> dict[str, float]:
+        import jax
+
+        batch, contender = self.next_batch(), self.contender
+        started = time.perf_counter()
+        placed = contender.place(batch)
+        placed_at = time.perf_counter()
+        self.state, metrics = contender.call(self.state, placed)
+        dispatched_at = time.perf_counter()
+        jax.block_until_ready((self.state, metrics))
+        ready_at = time.perf_counter()
+        contender.fetch(metrics)
+        done = time.perf_counter()
+        return {
+            "whole": done - started, "place": placed_at - started, "dispatch": dispatched_at - placed_at, "wait": ready_at - dispatched_at,
+            "fetch": done - ready_at,
+        }  # fmt: skip
+
+    def rate(self, window: int) -> float:
+        import jax
+
+        started = time.perf_counter()
+        for _ in range(window):
+            self.state, metrics = self.contender.call(self.state, self.contender.place(self.next_batch()))
+        jax.block_until_ready((self.state, metrics))
+        return (time.perf_counter() - started) / window
+
+
+def time_steps(contenders, repeats: int, window: int, show) -> dict[str, dict]:
+    """Samples of each contender: the pieces of every single step, and seconds a step of every window."""
+    runners = [Runner(contender) for contender in contenders]
+    samples = {runner.contender.name: {"latency": [], "rate": []} for runner in runners}
+    for repeat in range(repeats):
+        for turn in range(len(runners)):
+            runner = runners[(repeat + turn) % len(runners)]
+            samples[runner.contender.name]["latency"].append(runner.latency())
+        show(f"latency {repeat + 1} of {repeats}")
+    for repeat in range(max(2, repeats // 3)):
+        for turn in range(len(runners)):
+            runner = runners[(repeat + turn) % len(runners)]
+            samples[runner.contender.name]["rate"].append(runner.rate(window))
+        show(f"rate {repeat + 1} of {max(2, repeats // 3)}")
+    return samples
+
+
+def time_reading(config, files, num_batches: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds a batch from the loaders, "original" and "ours", the files read anew each time."""
+    import legacy_pmap
+
+    from kgo_shard.batches import read_packed_batches
+
+    options = {name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)}
+    old = legacy_pmap.Config(**options)
+    samples = {"original": [], "ours": []}
+    for _ in range(repeats):
+        for name, stream in (("original", legacy_pmap.read_batches(files, old, 0)), ("ours", read_packed_batches(files, config, 0))):
+            started = time.perf_counter()
+            for _ in range(num_batches):
+                next(stream)
+            samples[name].append((time.perf_counter() - started) / num_batches)
+    return samples
+
+
+def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, show) -> dict:
+    """The whole result. Raises measure.UnequalWork."""
+    from kgo_shard.batches import find_files
+    from kgo_shard.config import Config
+
+    from . import contenders as programs
+
+    show("one step of both stacks, compared in exact mode")
+    measure.refuse_unequal_work(options, datadir, devices)
+    parallel = {"data_parallel": devices > 1, "data_parallel_devices": devices if devices > 1 else 0}
+    config, files = Config(**options, **parallel), find_files(datadir / "train")
+    made = [
+        programs.make_pmap(config, files, 2),
+        programs.make_shard_map(config, files, 2),
+        programs.make_automatic(config, files, 2),
+        programs.make_one_device(config, files, 2),
+        programs.make_pmap(config, files, 2, unreplicate=True),
+    ]
+    compiling = {}
+    for contender in made[:4]:  # the fifth is the first, read otherwise
+        show(f"compile {contender.name}")
+        compiling[contender.name] = time_compiling(contender)
+    samples = time_steps(made, repeats, window, show)
+    medians = {name: measure.summary([step["whole"] for step in found["latency"]])["median"] for name, found in samples.items()}
+    rates = {name: measure.summary(found["rate"])["median"] for name, found in samples.items()}
+    return measure.result(
+        "seconds of a training step: latency when every step is awaited, rate when a window is",
+        options | {"devices": devices, "repeats": repeats, "window": window, "rows": str(datadir.name)},
+        compiling=compiling,
+        samples=samples,
+        reading=time_reading(config, files, 2, repeats),
+        ratios={
+            "latency": {name: value / medians["pmap"] for name, value in medians.items()},
+            "rate": {name: value / rates["pmap"] for name, value in rates.items()},
+        },
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--model-kind", default="b12c192")
+    parser.add_argument("--pos-len", type=int, default=19)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--compute-dtype", default="float32")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--datadir", type=Path, default=measure.DATA)
+
+
+def options_of(arguments) -> dict:
+    names = ("model_kind", "pos_len", "batch_size", "optimizer", "compute_dtype")
+    return {name: getattr(arguments, name) for name in names} | {"enable_history_matrices": True}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--window", type=int, default=5)
+    arguments = parser.parse_args()
+    measure.use_devices(arguments.devices)
+    found = run(options_of(arguments), arguments.datadir, arguments.devices, arguments.repeats, arguments.window, lambda text: print(text, file=sys.stderr, flush=True))
+    measure.write(arguments.json, found)
+    for name, ratio in found["ratios"]["latency"].items():
+        print(f"{name:12} latency {ratio:.2f} x pmap's, rate {found['ratios']['rate'][name]:.2f} x")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
