@@ -64,7 +64,7 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
             for chunk in chunks:
                 if config.allow_nonfull_mask and not memory.warned:
                     memory.warned = tell_of_small_boards(chunk, config)
-                before = state
+                steps_before = state.step
                 try:
                     state, metrics = step(state, chunk)
                 except NonfiniteError as error:
@@ -74,7 +74,7 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
                 if metrics.get("skipped"):
                     memory.skipped += metrics["skipped"]
                     warn_of_skipped(metrics["skipped"], memory.skipped, state, place)
-                    fruitless = fruitless + 1 if state.step == before.step else 0
+                    fruitless = fruitless + 1 if state.step == steps_before else 0
                     if fruitless == MAX_SKIPPED_CALLS:
                         raise nonfinite.give_up(state, metrics, fruitless)
                 if show is not None:
