@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -128,11 +129,16 @@ class Keeper:
 
 
 def keep_converted(traindir: Path, state: TrainState, config: Config):
-    """`state` as the only checkpoint of a new run folder; a run there begins an epoch, as after the original's file."""
+    """`state` as the only checkpoint of a new run folder, which is not there if it fails; a run there begins an epoch, as after the
+    original's file."""
     config = config.replace(traindir=traindir, datadir=config.datadir or traindir, checkpoint_format="orbax")
-    with Keeper(config, [], BadFiles(skip=False), print) as keeper:
-        keeper.claim(state.step)
-        keeper.save(state, Memory.fresh(state, config))
+    try:
+        with Keeper(config, [], BadFiles(skip=False), print) as keeper:
+            keeper.claim(state.step)
+            keeper.save(state, Memory.fresh(state, config))
+    except (checkpoint.CheckpointError, ConfigError):
+        shutil.rmtree(traindir, ignore_errors=True)
+        raise
 
 
 class StopSignals:

@@ -18,9 +18,9 @@ from .state import TrainState
 from .store import CheckpointError
 
 FORMAT = 1
-# Options that change neither what is computed nor in which order: how long, how often, where, on how many devices.
+# Options that change neither what is computed nor in which order: how long, how often, where, on how many devices; and how a run began.
 HARMLESS = frozenset(
-    "traindir datadir print_every steps_per_jit save_every_samples val_every_samples max_val_batches allow_nonfull_mask no_resume"
+    "init_std traindir datadir print_every steps_per_jit save_every_samples val_every_samples max_val_batches allow_nonfull_mask no_resume"
     " no_final_save log_step_time component_profile component_profile_repeats component_profile_grad donate_train_buffers"
     " xla_peak_tflops data_parallel data_parallel_devices check_replicas checkpoint_format keep resume_order allow_changes on_nonfinite"
     " skip_bad_files tensorboard".split()
@@ -166,6 +166,8 @@ def check_options(path: Path, saved: dict[str, Any], config: Config):
     allowed = HARMLESS | set(config.allowed_changes)
     if config.lr_schedule == "constant":
         allowed |= {"max_training_samples"}
+    if config.optimizer != "muon":
+        allowed |= {name for name in saved if name.startswith("muon_")} - {"muon_target"}  # which the original refuses all the same
     changed = [
         f"{f.name} was {saved[f.name]!r} and is {getattr(config, f.name)!r}"
         for f in fields(config)

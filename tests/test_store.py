@@ -1,5 +1,6 @@
 """Own checkpoints: bits in and out, whole or not there, damage known by its checksum, a changed run or changed data refused."""
 
+import errno
 import importlib
 import json
 import os
@@ -284,6 +285,14 @@ def spoil(path):
     part.write_bytes(part.read_bytes()[:-1])
 
 
+def test_options_that_cannot_matter_any_more_may_change(tmp_path, rows9, free):
+    run(tmp_path, rows9, max_training_samples=48, lr_schedule="constant")
+    changed = {"init_std": 0.5, "muon_momentum": 0.5, "muon_polar_steps": 3}  # the parameters are there; the optimizer is AdamW
+    assert run(tmp_path, rows9, lr_schedule="constant", **changed)[1] == 4
+    with pytest.raises(CheckpointError, match="muon_target was 'all' and is 'attn'"):
+        run(tmp_path, rows9, lr_schedule="constant", muon_target="attn")
+
+
 def test_damaged_checkpoints_that_are_further_do_not_push_out_the_new_ones(tmp_path, rows9, free):
     run(tmp_path, rows9)
     for step in ("00000003", "00000004"):
@@ -403,6 +412,17 @@ def test_the_moving_average_becomes_the_parameters(tmp_path, rows9):
     name = "conv_spatial/w"
     assert after[f"params/{name}"].dtype == ml_dtypes.bfloat16 and (before[f"params/{name}"] != after[f"params/{name}"]).any()
     assert after[f"params/{name}"].tobytes() == before[f"ema_params/{name}"].astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, rows9, free, monkeypatch, capsys):
+    run(tmp_path / "run", rows9)
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store, "sync", full)
+    assert command("convert", tmp_path / "run", tmp_path / "new") == 2
+    assert "No space left" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 def test_what_cannot_be_converted_is_said(tmp_path, rows9, free, capsys):
