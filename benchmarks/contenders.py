@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from legacy_pmap import step as legacy_step
 
 from kgo_shard import augment, layout, loss, mesh, optim, step
-from kgo_shard.batches import read_packed_batches
+from kgo_shard.batches import epoch_files, read_packed_batches
 from kgo_shard.config import Config
 from kgo_shard.model import make_tables
 from kgo_shard.state import Learned, init_state
@@ -45,7 +45,7 @@ def make_pmap(config: Config, files: Sequence[Path], num_batches: int, unreplica
     old = legacy_pmap.Config(**options)
     run = legacy_step._compile(legacy_step.train_steps, old, (0, 0, 0, None, None, None))
     schedule = legacy_step._schedule(old, 0, 1)
-    stream = legacy_pmap.read_batches(files, old, old.seed)
+    stream = legacy_pmap.read_batches(epoch_files(files, old.seed), old, old.seed)
 
     def call(carry, placed):
         carry, metrics, norm = run(tuple(carry[:3]), tuple(carry[3:]), placed, *schedule)
@@ -81,7 +81,7 @@ def make_automatic(config: Config, files: Sequence[Path], num_batches: int) -> C
 
 def make_ours(name: str, config: Config, files: Sequence[Path], num_batches: int, run: Callable, device_mesh) -> Contender:
     schedule = mesh.put(device_mesh, optim.make_schedule(config, 0, 1), "schedule")
-    stream = read_packed_batches(files, config, config.seed)
+    stream = read_packed_batches(epoch_files(files, config.seed), config, config.seed)
     batches = [next(stream) for _ in range(num_batches)]
     start = lambda: init_state(config).learned  # noqa: E731
     place = lambda batch: mesh.put_batches(device_mesh, [batch])  # noqa: E731

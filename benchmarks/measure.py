@@ -1,5 +1,6 @@
 """What every benchmark shares: who measures, with what, and how samples are summed up."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -44,6 +45,26 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "90 %": tenths[8], "spread": quartiles[2] - quartiles[0]}
 
 
+@contextlib.contextmanager
+def compiling_nothing():
+    """AssertionError where a program is compiled inside: what is timed has to be compiled before."""
+    import jax
+
+    compiled = []
+
+    def listen(event: str, seconds: float, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    if compiled:
+        raise AssertionError(f"{len(compiled)} programs were compiled while the clock ran")
+
+
 class UnequalWork(RuntimeError):
     """The sides do not compute the same: nothing is timed."""
 
@@ -55,6 +76,26 @@ def refuse_unequal_work(options: dict[str, Any], datadir: Path, devices: int):
     done = subprocess.run([*command, "--datadir", str(datadir), *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnequalWork(f"{' '.join(command[3:])}: exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
+
+
+def refuse_unequal_automatic(config, files, automatic):
+    """UnequalWork unless the contender `jit` does what one device does with the whole batch: its state after one step, by the three-way
+    bound against a float64 run of the old stack on one device."""
+    from kgo_shard.diff import run
+    from kgo_shard.diff.trace import Tape, record_states, state_stages
+    from kgo_shard.state import TrainState, to_host
+
+    options = {name: value for name in ("model_kind", "pos_len", "batch_size", "optimizer", "compute_dtype", "enable_history_matrices") if (value := getattr(config, name)) is not None}
+    legacy, tape = run.old_stack(), Tape(options, files, 1)
+    side = legacy.make_side(tape)
+    traces = [record_states(one, tape) for one in (side, legacy.make_reference(tape), legacy.make_perturbed(side, tape))]
+    # The first batch of the run's own epoch, as the sides read it.
+    learned, _ = automatic.call(automatic.start(), automatic.place(automatic.batches[0]))
+    ours = [state_stages(to_host(TrainState(automatic.start(), 0, 0))), state_stages(to_host(TrainState(learned, 1, config.batch_size)))]
+    old, reference, noise = ([{name: leaf for name, leaf in step.items() if name in ours[1]} for step in trace] for trace in traces)
+    comparison = run.Bound(reference, [noise], old[1]["parameters/conv_spatial/w"].dtype).judge(old, ours)
+    if not comparison.equal:
+        raise UnequalWork(f"jit against one device: {comparison.verdict()}")
 
 
 def words_of(name: str, value) -> list[str]:

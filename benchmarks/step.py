@@ -84,16 +84,15 @@ def time_steps(contenders, repeats: int, window: int, show) -> dict[str, dict]:
     """Samples of each contender: the pieces of every single step, and seconds a step of every window."""
     runners = [Runner(contender) for contender in contenders]
     samples = {runner.contender.name: {"latency": [], "rate": []} for runner in runners}
-    for repeat in range(repeats):
-        for turn in range(len(runners)):
-            runner = runners[(repeat + turn) % len(runners)]
-            samples[runner.contender.name]["latency"].append(runner.latency())
-        show(f"latency {repeat + 1} of {repeats}")
-    for repeat in range(max(2, repeats // 3)):
-        for turn in range(len(runners)):
-            runner = runners[(repeat + turn) % len(runners)]
-            samples[runner.contender.name]["rate"].append(runner.rate(window))
-        show(f"rate {repeat + 1} of {max(2, repeats // 3)}")
+    for runner in runners:
+        runner.latency()  # whatever a first call still has to do
+    with measure.compiling_nothing():
+        for mode, times in (("latency", repeats), ("rate", max(2, repeats // 3))):
+            for repeat in range(times):
+                for turn in range(len(runners)):
+                    runner = runners[(repeat + turn) % len(runners)]
+                    samples[runner.contender.name][mode].append(runner.latency() if mode == "latency" else runner.rate(window))
+                show(f"{mode} {repeat + 1} of {times}")
     return samples
 
 
@@ -137,6 +136,8 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
     for contender in made[:4]:  # the fifth is the first, read otherwise
         show(f"compile {contender.name}")
         compiling[contender.name] = time_compiling(contender)
+    show("one step of jit, by the three-way bound")
+    measure.refuse_unequal_automatic(config, files, made[2])
     samples = time_steps(made, repeats, window, show)
     medians = {name: measure.summary([step["whole"] for step in found["latency"]])["median"] for name, found in samples.items()}
     rates = {name: measure.summary(found["rate"])["median"] for name, found in samples.items()}

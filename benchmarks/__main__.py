@@ -1,0 +1,43 @@
+"""Every question, one after the other, into `benchmarks/results`; then the tables, the pictures and the README's section are drawn.
+
+    python -m benchmarks [--only step-adamw ...] [--results FOLDER] [options of a script]
+
+About half an hour on two cores. Each question runs in a process of its own; a question that fails is named and the others still run.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from . import measure
+
+QUESTIONS = {
+    "step-adamw": ("step", ["--optimizer", "adamw"]),
+    "step-muon": ("step", ["--optimizer", "muon"]),
+    "input": ("input", []),
+    "save_stall": ("save_stall", []),
+    "diff_cost": ("diff_cost", []),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    arguments, others = parser.parse_known_args()
+    failed = []
+    for name in arguments.only:
+        script, words = QUESTIONS[name]
+        print(f"== {name}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{script}", *words, *others, "--json", str(arguments.results / f"{name}.json")]
+        if subprocess.run(command, check=False).returncode:
+            failed.append(name)
+    if subprocess.run([sys.executable, "-m", "benchmarks.draw", "--results", str(arguments.results)], check=False).returncode:
+        failed.append("draw")
+    print(f"failed: {', '.join(failed)}" if failed else f"results in {arguments.results}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
