@@ -27,7 +27,7 @@ VALIDATION_SEED = 999983
 
 
 def warn(message: str):
-    print(f"warning: {message}", file=sys.stderr)
+    print("warning: " + " ".join(message.split()), file=sys.stderr)
 
 
 class BadFiles:
@@ -36,6 +36,7 @@ class BadFiles:
     def __init__(self, skip: bool, tell: Callable[[str], None] = warn):
         self.skip, self.tell = skip, tell
         self.reasons: dict[Path, DataError] = {}
+        self.former: set[Path] = set()  # that the run met before it was started again
 
     def meet(self, path: Path, error: DataError):
         """Raises `error` unless bad files are skipped."""
@@ -46,8 +47,10 @@ class BadFiles:
         if not self.skip:
             raise error
 
-    def line(self) -> str:
-        return f"{len(self.reasons)} bad files were skipped: {', '.join(map(str, sorted(self.reasons, key=str)))}"
+    def line(self) -> str | None:
+        """What to say at the end; None where there was none."""
+        paths = sorted(self.former | self.reasons.keys(), key=str)
+        return f"skipped as bad: {len(paths)} (" + " ".join(", ".join(map(str, paths)).split()) + ")" if paths else None
 
 
 def find_files(folder: str | Path) -> list[Path]:
@@ -174,7 +177,7 @@ def read_packed_batches(
             yield batch
         place.file, place.batch = place.file + 1, 0
     if not resumed:  # the rest of an epoch may well hold no batch
-        refuse_small_files(num_read, *largest)
+        refuse_small_files(files[0].parent, num_read, *largest)
 
 
 def rows_read(config: Config) -> int:
@@ -182,12 +185,13 @@ def rows_read(config: Config) -> int:
     return config.batch_size // 8 if config.symmetry_type == "all" else config.batch_size
 
 
-def refuse_small_files(num_read: int, num_rows: int, path: Path | None):
+def refuse_small_files(folder: Path, num_read: int, num_rows: int, path: Path | None):
     """DataError where the largest file, `path` with `num_rows` rows, holds no batch: an epoch would have no step."""
+    if path is None:
+        raise DataError(f"{folder}: every file was skipped as bad: mend one, or give another --datadir")
     if num_rows < num_read:
-        largest = f"largest: {path} with {num_rows} rows" if path else "none can be read"
         raise DataError(
-            f"no file holds the {num_read} rows of a batch ({largest}): "
+            f"no file holds the {num_read} rows of a batch (largest: {path} with {num_rows} rows): "
             "use a smaller --batch-size or larger files"
         )
 
@@ -205,7 +209,7 @@ def check_files(folder: Path, config: Config, num_read: int, bad: BadFiles | Non
         except DataError as error:
             bad.meet(path, error)
     largest = max(counts, key=counts.get, default=None)
-    refuse_small_files(num_read, counts.get(largest, 0), largest)
+    refuse_small_files(folder, num_read, counts.get(largest, 0), largest)
     if small := [path for path, rows in counts.items() if rows < num_read]:
         warn(f"{len(small)} of {len(found)} files hold fewer rows than the {num_read} of a batch and are never read: {small[0]} holds {counts[small[0]]}")
     return list(counts)

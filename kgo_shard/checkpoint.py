@@ -110,7 +110,11 @@ def find_newest(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]] | N
 def load_any(path: str | Path, config: Config | None) -> tuple[TrainState, Config]:
     """The state of any checkpoint and the options that go with it: an own one has them, for the original's `config` must say them."""
     path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder: name a run folder, a checkpoint or a {FILE_NAME}")
     found = find_newest(path) if path.is_dir() else None
+    if found is None and path.is_dir() and not (path / FILE_NAME).is_file():
+        raise CheckpointError(f"{path}: holds no checkpoint: name a run folder, one of its checkpoints, or a {FILE_NAME}")
     if found is not None:
         if config is not None:
             raise CheckpointError(f"{path}: it holds its own options: convert it without any")

@@ -1,5 +1,7 @@
 """What a run tells: the original's log lines, the same figures for programs, and the line that shows how far it is."""
 
+import contextlib
+import errno
 import importlib
 import itertools
 import json
@@ -9,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -24,41 +26,48 @@ SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 LOG, METRICS, EVENTS = "train_jax.log", "metrics.jsonl", "tensorboard"
 
 
+class JournalError(OSError):
+    """A log that cannot be written; the message names it and the remedy."""
+
+
 class Journal:
     """The files of a run folder that tell of the run, each cut back at the start to where the checkpoint found it.
 
-    `train_jax.log` has every line that the run prints, `metrics.jsonl` one JSON object for each window and validation; with --tensorboard
+    `train_jax.log` has every line that the run says, `metrics.jsonl` one JSON object for each window and validation; with --tensorboard
     there are event files too. A run that was killed prints again what came after its last save: so nothing stands there twice.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]):
         self.folder, self.say = Path(config.traindir), say
         self.tensorboard = config.tensorboard
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, BinaryIO] = {}
         self.early: list[str] = []  # lines from before the files are open
         self.events = None
 
     def open(self, samples: int, positions: dict[str, int] | None):
         """For a run that goes on after `samples`. `positions` are its checkpoint's; where that has none the files are added to.
-        What former runs left is kept under another name where a run begins with nothing. ConfigError where nothing can be written."""
-        for name in (LOG, METRICS, EVENTS):
-            path = self.folder / name
-            if samples == 0 and path.exists():
-                path.rename(next(to for n in itertools.count(1) if not (to := path.with_name(f"{name}.before{n}")).exists()))
-            elif path.is_file() and positions and name in positions:
-                os.truncate(path, min(positions[name], path.stat().st_size))
+        What former runs left is kept under another name where a run begins with nothing. Raises JournalError."""
         try:
+            for name in (LOG, METRICS, EVENTS):
+                path = self.folder / name
+                if samples == 0 and path.exists() and (path.is_dir() or path.stat().st_size):
+                    path.rename(next(to for n in itertools.count(1) if not (to := path.with_name(f"{name}.before{n}")).exists()))
+                elif path.is_file() and positions and name in positions:
+                    os.truncate(path, min(positions[name], path.stat().st_size))
             for name in (LOG, METRICS):
-                self.files[name] = open(self.folder / name, "a", encoding="utf-8")
+                self.files[name] = open(self.folder / name, "ab", buffering=0)  # a killed run has told all that it did
         except OSError as error:
-            raise ConfigError(f"traindir {self.folder}: {error.filename} cannot be written ({error.strerror}): make room, or give another folder") from None
+            raise JournalError(f"{error.filename}: cannot be written ({error.strerror}): make room, or give another --traindir") from None
         for text in self.early:
             self.write(LOG, text)
         if self.tensorboard:
             self.events = open_events(self.folder / EVENTS, samples)
 
     def positions(self) -> dict[str, int]:
-        """How long each file is, for a checkpoint to remember."""
+        """How long each file is, for a checkpoint to remember; so much of it is on the disk, where the disk can promise that."""
+        for file in self.files.values():
+            with contextlib.suppress(OSError):
+                os.fsync(file.fileno())
         return {name: file.tell() for name, file in self.files.items()}
 
     def line(self, text: str):
@@ -79,8 +88,18 @@ class Journal:
             self.events.flush()
 
     def write(self, name: str, text: str):
-        self.files[name].write(text + "\n")
-        self.files[name].flush()  # a killed run has told all that it did
+        """A whole line or none. JournalError where the disk is full, say."""
+        file = self.files[name]
+        start, content = file.tell(), (text + "\n").encode("utf-8", "surrogateescape")
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.truncate(start)
+                file.seek(start)
+            message = f"{self.folder / name}: cannot be written ({error.strerror}): make room; the same command goes on from the last checkpoint"
+            raise JournalError(message) from None
 
     def close(self):
         for file in (*self.files.values(), self.events):

@@ -49,14 +49,14 @@ class Keeper:
         """Make the folder this run's alone, which starts at `step`. ConfigError where it cannot be written, or another trainer has it."""
         self.hold()
         self.contents = resume.contents(self.files, self.data)
-        if self.config.checkpoint_format == "legacy":
-            return
-        clear_unfinished(self.store.folder)
         if self.config.no_resume:
-            for former in (self.store.folder, self.folder / checkpoint.FILE_NAME):
+            overwritten = self.config.checkpoint_format == "legacy"  # the file is, as in the original
+            for former in (self.store.folder, *(() if overwritten else (self.folder / checkpoint.FILE_NAME,))):
                 if former.is_file() or complete(former):
                     kept = next(to for n in itertools.count(1) if not (to := former.with_name(f"{former.name}.before{n}")).exists())
                     self.log(f"{former} is kept as {former.rename(kept)}")
+        if self.config.checkpoint_format == "legacy":
+            return
         for path in set_aside(self.store.folder, step):
             self.log(f"a checkpoint that is further, but was not used, is kept as {path}")
         self.try_to_write(self.store.folder)
@@ -67,6 +67,10 @@ class Keeper:
             return
         if (self.folder / RUN).exists():
             raise ConfigError(f"traindir {self.folder}: is a checkpoint, not a run folder: give --traindir the folder above its checkpoints")
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError:  # Orbax would find out after hours of training
+            raise ConfigError(f"traindir {self.folder!r}: its name is not UTF-8: give --traindir another folder") from None
         self.try_to_write(self.folder)
         self.lock = open(self.folder / "lock", "w")
         try:
@@ -75,6 +79,7 @@ class Keeper:
             raise ConfigError(f"traindir {self.folder}: another trainer is at work there: wait for it, or give --traindir another folder") from None
         except OSError as error:
             raise ConfigError(f"traindir {self.folder}: cannot be locked ({error.strerror}): give --traindir another folder") from None
+        clear_unfinished(self.store.folder)
 
     def try_to_write(self, folder: Path):
         try:
@@ -150,7 +155,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self.former = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+            heard = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+            self.former = {number: signal.signal(number, self.note) for number in heard}
         return self
 
     def note(self, number, frame):

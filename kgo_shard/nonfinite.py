@@ -1,8 +1,8 @@
 """A step that was not finite: what was first, in which rows of which file, and a tape of it that can be played again."""
 
 import dataclasses
-import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,17 +67,18 @@ def explain(error: NonfiniteError, batch: Batch, where: tuple[Path, int], config
         rows = sorted({start + index % len(rows) for device in found.devices for index in range(device * share, (device + 1) * share)})
     what = str(found) if found else "something (finite when it was computed again stage by stage)"
     error.args = (
-        f"step {step}: {what} is not finite, from rows {rows[0]} to {rows[-1]} of {path}. Nothing was saved of it, what was saved before is "
-        f"whole.{kept} Lower --lr or look at the rows; --on-nonfinite skip drops such updates.",
+        f"step {step}: {what} is not finite, from rows {rows[0]} to {rows[-1]} of {path}. Nothing of it was saved.{kept} Go on with "
+        "--on-nonfinite skip, which drops such updates, or with a lower --lr (and --allow-changes lr), or mend the rows (and --resume-order legacy).",
     )
     return error
 
 
-def give_up(state: TrainState, metrics: dict[str, float], calls: int) -> NonfiniteError:
-    """The error of a run that skips and skips."""
-    error = NonfiniteError(state, metrics, 0)
-    error.args = (f"step {state.step + 1}: {calls} calls in a row had no finite step: lower --lr, or go on from an earlier checkpoint",)
-    return error
+def give_up_line(state: TrainState, calls: int, where: tuple[Path, int]) -> str:
+    """What a run says that skips and skips."""
+    return (
+        f"step {state.step + 1}: {calls} calls in a row had no finite step, the last from row {where[1]} of {where[0]}: "
+        "look at the rows, or lower --lr (and --allow-changes lr)"
+    )
 
 
 def write_tape(error: NonfiniteError, batch: Batch, config: Config) -> Path:
@@ -85,9 +86,9 @@ def write_tape(error: NonfiniteError, batch: Batch, config: Config) -> Path:
     from .diff import recording  # the harness stands on the trainer, not the trainer on it
     from .diff.trace import Tape
 
-    name = f"{error.state.step + 1:08d}"
-    above = Path(config.traindir) / FOLDER
-    folder = next(to for to in itertools.chain([above / name], (above / f"{name}.{n}" for n in itertools.count(2))) if not to.exists())
+    folder = Path(config.traindir) / FOLDER / f"{error.state.step + 1:08d}"
+    if folder.exists():  # a run that was started again and stopped again: one tape is enough
+        shutil.rmtree(folder)
     (folder / "train").mkdir(parents=True)
     rows = folder / "train" / ROWS
     np.savez_compressed(rows, **finished(batch, config))

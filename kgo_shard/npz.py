@@ -41,6 +41,7 @@ def load_rows(path: str | Path, pos_len: int, allow_nonfull_mask: bool = False) 
     for key, array in rows.items():
         _check_finite(path, key, array)
     _check_counts(path, rows[layout.POLICY], rows[layout.SCORES])
+    _check_weights(path, rows[layout.TARGETS])
     if not allow_nonfull_mask:
         _check_boards(path, rows, pos_len)
     return rows
@@ -63,7 +64,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
             raise DataError(f"{path}: is not a regular file: take it out of the folder")
         archive = zipfile.ZipFile(path)
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file") from None
+        raise DataError(f"{path}: no such file: bring it back, or take its name out of the folder") from None
     except PermissionError:
         raise DataError(f"{path}: may not be read (permission denied): allow it, or take the file out of the folder") from None
     except DataError:
@@ -84,10 +85,12 @@ def _checked_headers(path: Path, archive: zipfile.ZipFile, pos_len: int) -> dict
     expected = layout.row_shapes(pos_len)
     stored = {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
     if "pos_len" in stored:
-        _read_header(path, archive, "pos_len")
-        saved = _read_array(path, archive, "pos_len")
-        if saved.size != 1 or saved.item() != pos_len:
-            raise DataError(f"{path}: key pos_len says {saved.tolist()} but the run says {pos_len}: change --pos-len")
+        shape = _read_header(path, archive, "pos_len").shape
+        if math.prod(shape) != 1:
+            raise DataError(f"{path}: key pos_len has shape {shape}, expected one number, {pos_len}: write the file again or take it out of the folder")
+        saved = _read_array(path, archive, "pos_len").item()
+        if saved != pos_len:
+            raise DataError(f"{path}: key pos_len says {saved} but the run says {pos_len}: change --pos-len")
     planes_key = layout.PACKED if layout.PACKED in stored else layout.PLANES
     headers = {}
     for key in (planes_key, layout.GLOBALS, layout.POLICY, layout.TARGETS, layout.SCORES, layout.VALUES):
@@ -163,6 +166,14 @@ def _check_counts(path: Path, policy: np.ndarray, scores: np.ndarray):
         raise _bad_rows(path, layout.POLICY, bad[:, which], f"policy {which} is all zero or negative")
     if (bad := scores.min(axis=-1) < 0).any():
         raise _bad_rows(path, layout.SCORES, bad, "is negative")
+
+
+def _check_weights(path: Path, targets: np.ndarray):
+    """A negative weight would train away from a target, and the log's means would not show it."""
+    for name in ("row_weight", "policy_weight", "ownership_weight", "reply_weight", "lead_weight", "future_weight", "scoring_weight"):
+        column = getattr(layout.Column, name)
+        if (bad := targets[:, column] < 0).any():
+            raise _bad_rows(path, layout.TARGETS, bad, f"column {column} ({name}) is negative")
 
 
 def _check_boards(path: Path, rows: dict[str, np.ndarray], pos_len: int):

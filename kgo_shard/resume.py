@@ -5,7 +5,7 @@ import importlib.metadata
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Memory:
     replicas: Marks  # the checks that all devices hold the same state
     warned: bool = False  # of small boards
     skipped: int = 0  # updates that were not finite and were dropped
+    owed: bool = False  # a validation that a bad file interrupted
+    bad_files: list[Path] = field(default_factory=list)  # that were skipped
     journal: dict[str, int] | None = None  # how long the journal's files are; None: not known
 
     @classmethod
@@ -85,6 +87,8 @@ def to_json(state: TrainState, memory: Memory, config: Config, data: dict[str, s
         "marks": {name: getattr(memory, name).to_json() for name in ("save", "validate", "replicas")},
         "warned": memory.warned,
         "skipped": memory.skipped,
+        "owed": memory.owed,
+        "bad_files": [name_in(folder, path) for path in memory.bad_files],
         "journal": memory.journal,
         "data": data,
     }
@@ -129,6 +133,8 @@ def read_memory(run: dict[str, Any], config: Config, folder: Path) -> Memory:
         **{name: Marks.from_json(marks[name], *now) for name, now in every.items()},
         warned=bool(run["warned"]),
         skipped=count(run.get("skipped", 0)),
+        owed=bool(run.get("owed", False)),
+        bad_files=[folder / name for name in run.get("bad_files", [])],
         journal=journal,
     )
 
@@ -192,7 +198,7 @@ def check_data(path: Path, saved: dict[str, str], order: Sequence[str], present:
             raise CheckpointError(f"{path}: {folder / name} is gone in the middle of its epoch: bring it back, or begin an epoch with --resume-order legacy")
         if name in saved and content_of(present[name]) != saved[name]:
             raise CheckpointError(
-                f"{path}: {folder / name} has other content than when the run was saved, in the middle of its epoch: bring the old "
+                f"{path}: {folder / name} has other content than when the run began, in the middle of its epoch: bring the old "
                 "file back, or begin an epoch with --resume-order legacy"
             )
 

@@ -30,6 +30,7 @@ import orbax.checkpoint as ocp
 logging.getLogger("absl").setLevel(logging.ERROR)
 
 FOLDER = "checkpoints"
+FORMER = ".former"  # a checkpoint of a step that is saved again, until the new one has its name
 RUN, CHECKSUMS, STATE = "run.json", "checksums.json", "state"
 Tree = dict[str, Any]  # nested dicts of arrays
 
@@ -67,7 +68,7 @@ class Store:
             reason = getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]
             before = next(iter(complete(self.folder)), None)
             kept = f"{before} is whole" if before else "there is none from before"
-            raise CheckpointError(f"{path}: cannot be saved ({reason}); {kept}") from None
+            raise CheckpointError(f"{path}: cannot be saved ({reason}); {kept}: make room, or give another --traindir") from None
         done = [old for old in complete(self.folder) if int(old.name) <= int(path.name)]
         for old in done[self.keep :]:
             try:
@@ -103,7 +104,10 @@ def unfinished(path: Path) -> Path:
 
 def clear_unfinished(folder: Path):
     """Remove what a killed run left behind. Only for the run that holds the folder."""
-    for path in folder.glob("*.tmp"):
+    for path in folder.glob(f"*{FORMER}"):  # killed between the two renames of `write`: the older of the two has its name back
+        if not (whole := path.with_name(path.name.removesuffix(FORMER))).exists():
+            path.rename(whole)
+    for path in (*folder.glob("*.tmp"), *folder.glob(f"*{FORMER}")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -127,11 +131,14 @@ def write(path: Path, state: Tree, run: dict[str, Any]):
     (whole / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
     for file in (*whole.rglob("*"), whole):
         sync(file)
-    if path.exists():  # the same step again, after an older checkpoint was chosen
-        remove(path)
+    former = path.with_name(path.name + FORMER)
+    if path.exists():  # the same step again, after an older checkpoint was chosen or a bad file was met again
+        shutil.rmtree(former, ignore_errors=True)
+        path.rename(former)
     whole.rename(path)
     sync(path.parent)
     sync(path.parent.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def one_copy(leaf):

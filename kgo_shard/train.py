@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,35 +14,40 @@ from . import checkpoint, nonfinite
 from .batches import BadFiles, Place, check_files, epoch_files, read_packed_batches, read_validation, rows_read, warn
 from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .flops import muon_line
-from .journal import Journal, StepTimes, Window, means_over_weight, validation_line, window_line
+from .journal import Journal, JournalError, StepTimes, Window, means_over_weight, validation_line, window_line
 from .keeper import Keeper, StopSignals
 from .npz import DataError, on_board
 from .profile import profile_components
 from .replicas import ReplicaError, check_replicas
-from .resume import Memory
 from .state import TrainState
 from .step import Batch, NonfiniteError, make_eval_step, make_train_step
 
 MAX_SKIPPED_CALLS = 100  # in a row without a finite step: then the data are not what is wrong
 
 
-def train(config: Config, log: Callable[[str], None] = print, show: Callable[[TrainState, dict[str, float]], None] | None = None) -> TrainState:
+class FruitlessError(RuntimeError):
+    """Calls in a row without a finite step, under --on-nonfinite skip; what was trained before is saved."""
+
+
+def train(config: Config, log: Callable[[str], None] = print, show: Callable[[TrainState, float], None] | None = None) -> TrainState:
     """Train until `max_training_samples`, going on from the run folder's newest checkpoint; the original's loop and log lines.
 
-    Where the run was killed or stopped (SIGTERM, SIGINT: it saves and returns) it goes on as if it had not been. `show(state, metrics)`
+    Where the run was killed or stopped (SIGTERM, SIGINT: it saves and returns) it goes on as if it had not been. `show(state, loss)`
     is told of every call. With `component_profile` it times the parts of a step instead: it neither trains nor writes.
-    Raises ConfigError, DataError or CheckpointError before anything is written; DataError later, at a file that is bad, when all before
-    it is saved; NonfiniteError before a bad state is.
+    Raises ConfigError, DataError or CheckpointError before anything is written; later DataError at a bad file, JournalError on a full disk
+    and FruitlessError, when what was trained before is saved; NonfiniteError before a bad state is.
     """
     for name in ("traindir", "datadir"):
         if not getattr(config, name):
             raise ConfigError(f"{name} is missing: give --{name} DIR")
     data, bad = Path(config.datadir), BadFiles(config.skip_bad_files)
+    refuse_traindir_among(config, (data / "train", data / "val"))
     train_files = check_files(data / "train", config, rows_read(config), bad)
     val_files = check_files(data / "val", config, config.batch_size, bad)
     for _ in read_validation(val_files, config, 0, bad):
         pass  # the rows of every validation, read before hours are spent: a bad file would end the run unsaved
     with contextlib.ExitStack() as entered:
+        stop = entered.enter_context(StopSignals())
         journal = entered.enter_context(contextlib.closing(Journal(config, log)))
         keeper = entered.enter_context(Keeper(config, train_files, bad, journal.line))
         state, memory = keeper.start()
@@ -52,15 +58,28 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
         journal.open(state.samples, memory.journal)
         if config.optimizer == "muon":
             journal.line(muon_line(config))
-        stop = entered.enter_context(StopSignals())
         step, evaluate = make_train_step(config), make_eval_step(config)
-        window, place = memory.window, memory.place.copy()
+        window, place, bad.former = memory.window, memory.place.copy(), set(memory.bad_files)
         chunks = training_chunks(train_files, config, lambda: state, place, bad)
         times = StepTimes() if config.log_step_time else None
         if times:
             step, chunks = times.timed_step(step), times.timed_chunks(chunks)
         fruitless = 0  # calls in a row in which every step was skipped
+
+        def validate_now():
+            memory.owed = True
+            figures = validate(evaluate, state, val_files, config, bad)
+            memory.owed = False
+            journal.line(validation_line(state, figures))
+            journal.figures("validation", state, figures)
+
+        def save_now():
+            memory.journal, memory.bad_files = journal.positions(), sorted(bad.former | bad.reasons.keys())
+            keeper.save(state, memory)
+
         try:
+            if memory.owed:
+                validate_now()
             for chunk in chunks:
                 if config.allow_nonfull_mask and not memory.warned:
                     memory.warned = tell_of_small_boards(chunk, config)
@@ -76,9 +95,9 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
                     warn_of_skipped(metrics["skipped"], memory.skipped, state, place)
                     fruitless = fruitless + 1 if state.step == steps_before else 0
                     if fruitless == MAX_SKIPPED_CALLS:
-                        raise nonfinite.give_up(state, metrics, fruitless)
-                if show is not None:
-                    show(state, metrics)
+                        raise FruitlessError(nonfinite.give_up_line(state, fruitless, place.taken[-1]))
+                if show is not None and state.step > steps_before:
+                    show(state, metrics["loss"] / (state.step - steps_before))
                 done = state.samples >= config.max_training_samples
                 if memory.replicas.reached(state.step, at_end=False):
                     check_replicas(state)
@@ -90,35 +109,43 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
                         journal.line(times.take_line(state.step))
                     window = memory.window = Window(state.step)
                 if memory.validate.reached(state.samples, done):
-                    figures = validate(evaluate, state, val_files, config, bad)
-                    journal.line(validation_line(state, figures))
-                    journal.figures("validation", state, figures)
+                    validate_now()
                 stopped = None if done else stop.signal
-                if memory.save.reached(state.samples, bool(stopped) or done and not config.no_final_save):
-                    memory.journal = journal.positions()
-                    keeper.save(state, memory)
                 if stopped:
-                    keeper.wait()
                     command = "the same command without --no-resume" if config.no_resume else "the same command"
                     journal.line(f"stopped by {stopped} after step {state.step}: saved in {config.traindir}, {command} goes on from there")
+                if (done or stopped) and (line := bad.line()):
+                    journal.line(line)
+                if memory.save.reached(state.samples, bool(stopped) or done and not config.no_final_save):
+                    save_now()
+                if stopped:
+                    keeper.wait()
                     break
-        except DataError:
+        except (DataError, JournalError, FruitlessError):
             if state.step:
-                save_as_it_is(keeper, state, memory, journal)
+                save_before_the_end(journal, state, keeper, save_now)
             raise
-        if bad.reasons:
-            journal.line(bad.line())
     return state
 
 
-def save_as_it_is(keeper: Keeper, state: TrainState, memory: Memory, journal: Journal):
-    """After a bad file: what was trained on before it."""
-    memory.journal = journal.positions()
+def refuse_traindir_among(config: Config, folders: Sequence[Path]):
+    """ConfigError where the run would write npz files (tapes of steps) into a folder that is searched for them."""
+    traindir = Path(config.traindir).resolve()
+    for folder in folders:
+        if traindir.is_relative_to(folder.resolve()):
+            raise ConfigError(f"traindir {config.traindir}: lies in {folder}, where every file is taken for data: give another --traindir")
+
+
+def save_before_the_end(journal: Journal, state: TrainState, keeper: Keeper, save_now: Callable[[], None]):
+    """What was trained on before a bad file, say. Whatever fails here, the run's own error is the one to hear of."""
     try:
-        keeper.save(state, memory)
+        journal.line(f"stopped after step {state.step}: saved in {keeper.folder}, the same command goes on from there")
+    except JournalError:
+        pass
+    try:
+        save_now()
         keeper.wait()
-        journal.line(f"stopped by a bad file after step {state.step}: saved in {keeper.folder}; once the file is mended or gone, or with --skip-bad-files, the same command goes on")
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, OSError) as error:
         warn(str(error))
 
 
@@ -169,8 +196,8 @@ def tell_of_small_boards(chunk: Sequence[Batch], config: Config) -> bool:
 
 
 def warn_of_skipped(skipped: int, total: int, state: TrainState, place: Place):
-    ends = " and ".join(f"{path} from row {start}" for path, start in place.taken)
-    warn(f"after step {state.step}: {skipped} updates were not finite and were dropped ({total} so far); the call read {ends}")
+    read = ", ".join(f"{path} from row {start}" for path, start in place.taken)
+    warn(f"after step {state.step}: dropped updates that were not finite: {skipped}, so far {total}; the call read {read}")
 
 
 def steps_left(state: TrainState, config: Config) -> int:
@@ -200,7 +227,11 @@ def make_parser(prog: str) -> Parser:
 
 
 def say_plainly(line: str):
-    print(line, flush=True)
+    """A line on stdout; where nobody reads it any more (`| head`) the run goes on, and the log in its folder tells."""
+    try:
+        print(line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -209,14 +240,14 @@ def progress_line(config: Config):
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.percentage:.0f}%  loss {task.fields[loss]}"), TimeRemainingColumn()
-    with Progress(*columns, transient=True) as progress:
+    with Progress(*columns, transient=True, redirect_stderr=sys.stderr.isatty()) as progress:
         task = progress.add_task("train", total=config.max_training_samples, step=0, loss="-")
 
         def say(line: str):
             progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        def show(state: TrainState, metrics: dict[str, float]):
-            progress.update(task, completed=state.samples, step=state.step, loss=f"{metrics['loss'] / config.steps_per_jit:.4f}")
+        def show(state: TrainState, loss: float):
+            progress.update(task, completed=state.samples, step=state.step, loss=f"{loss:.4f}")
 
         yield say, show
 
@@ -232,10 +263,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(config, say, show)
         else:
             train(config, say_plainly)
-    except (ConfigError, DataError, checkpoint.CheckpointError) as error:
+    except (ConfigError, DataError, checkpoint.CheckpointError, JournalError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except (ReplicaError, NonfiniteError) as error:
+    except (ReplicaError, NonfiniteError, FruitlessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

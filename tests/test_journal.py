@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kgo_shard.config import Config, ConfigError
-from kgo_shard.journal import EVENTS, LOG, METRICS, Journal
+from kgo_shard.journal import EVENTS, LOG, METRICS, Journal, JournalError
 from kgo_shard.loss import Terms
 from kgo_shard.plot import read_run
 from kgo_shard.state import TrainState
-from kgo_shard.train import train
+from kgo_shard.store import FOLDER, complete
+from kgo_shard.train import main, train
 
 from .test_continuation import logged, stopped_run
 from .test_store import SMALL, free  # noqa: F401
@@ -121,8 +122,60 @@ def test_lines_from_before_the_files_are_open_are_in_them(journal, tmp_path):
 
 def test_a_log_that_cannot_be_written_is_named(journal, tmp_path):
     (tmp_path / LOG).mkdir()
-    with pytest.raises(ConfigError, match=f"{LOG} cannot be written"):  # a folder of this name
+    with pytest.raises(JournalError, match=f"{LOG}: cannot be written"):  # a folder of this name
         journal.open(48, None)
+
+
+@pytest.mark.parametrize("name", [LOG, METRICS])
+def test_a_full_disk_ends_the_run_in_one_line_when_what_it_did_is_saved(free, tmp_path, rows9, capsys, name):  # noqa: F811
+    tmp_path.joinpath("run").mkdir()
+    (tmp_path / "run" / name).symlink_to("/dev/full")
+    assert main(words_of(**OPTIONS | {"save_every_samples": 0}, traindir=tmp_path / "run", datadir=rows9)) == 2
+    err = capsys.readouterr().err
+    assert f"{name}: cannot be written (No space left on device): make room" in err and err.count("\n") == 1
+    assert [path.name for path in complete(tmp_path / "run" / FOLDER)] == ["00000001"]
+    (tmp_path / "run" / name).unlink()
+    assert main(words_of(**OPTIONS | {"save_every_samples": 0}, traindir=tmp_path / "run", datadir=rows9)) == 0
+
+
+def test_half_a_line_is_taken_back(journal, tmp_path, monkeypatch):
+    journal.open(48, None)
+    journal.line("whole")
+
+    class Short:
+        """A file on a disk that has room for three bytes."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, content):
+            return self.file.write(content[:3])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    monkeypatch.setitem(journal.files, LOG, Short(journal.files[LOG]))
+    with pytest.raises(JournalError, match="No space left"):
+        journal.line("half of this")
+    assert (tmp_path / LOG).read_text() == "whole\n" and journal.positions()[LOG] == 6
+
+
+def test_names_that_are_not_unicode_are_written_as_they_are(journal, tmp_path):
+    journal.open(48, None)
+    journal.line(os.fsdecode(b"skipped: z\xff.npz"))
+    assert (tmp_path / LOG).read_bytes() == b"skipped: z\xff.npz\n"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, rows9):
+    """`kgo-shard train ... | head -1`."""
+    words = words_of(**OPTIONS | {"max_training_samples": 4 * 16, "save_every_samples": 0}, traindir=tmp_path, datadir=rows9)
+    command = [sys.executable, "-m", "kgo_shard", "train", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0 and process.stderr.read() == ""
+    process.stderr.close()
+    assert (tmp_path / LOG).read_text().count("step=") == 4
 
 
 def test_plot_reads_what_a_run_leaves(free, tmp_path, rows9):  # noqa: F811

@@ -213,7 +213,7 @@ def test_a_run_that_skips_says_so_counts_on_and_goes_on_exactly(spoiled, tmp_pat
     words = dict(SMALL, on_nonfinite="skip", max_training_samples=11 * 16, save_every_samples=0)
     assert main(words_of(**words, traindir=tmp_path / "whole", datadir=spoiled)) == 0
     out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and "1 updates were not finite and were dropped (1 so far)" in err and "spoiled.npz from row 32" in err
+    assert err.count("\n") == 1 and "dropped updates that were not finite: 1, so far 1" in err and "spoiled.npz from row 32" in err
     figures = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     train = [entry for entry in figures if entry["kind"] == "train"]
     assert [entry["step"] for entry in train] == list(range(1, 12)) and sum(entry["skipped"] for entry in train) == 1
@@ -225,5 +225,5 @@ def test_a_run_that_only_skips_ends(spoiled, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_module, "MAX_SKIPPED_CALLS", 3)
     words = dict(SMALL, on_nonfinite="skip", lr=1e30, warmup_samples=0, lr_schedule="constant")
     assert main(words_of(**words, traindir=tmp_path, datadir=spoiled)) == 1
-    assert "3 calls in a row had no finite step: lower --lr" in capsys.readouterr().err
+    assert "3 calls in a row had no finite step, the last from row " in capsys.readouterr().err
     assert os.path.exists(tmp_path / "metrics.jsonl")

@@ -1,5 +1,6 @@
 """Own checkpoints: bits in and out, whole or not there, damage known by its checksum, a changed run or changed data refused."""
 
+import contextlib
 import errno
 import importlib
 import json
@@ -133,6 +134,47 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared(tmp_path, rows9
     half.mkdir()
     lines, _ = run(tmp_path, rows9)
     assert "00000004" in lines[0] and not half.exists()
+
+
+def test_a_kill_while_a_step_is_saved_again_costs_nothing(tmp_path, rows9, free, monkeypatch):
+    """At every rename and removal of the second save of one step."""
+    for fatal in range(4):
+        folder, count = tmp_path / str(fatal), 0
+        run(folder, rows9, max_training_samples=32)
+        newest = store.complete(folder / store.FOLDER)[0]
+        state, saved = store.read(newest)
+
+        def dying(original, number=fatal):
+            def call(*arguments, **keywords):
+                nonlocal count
+                count += 1
+                if count > number:
+                    raise KeyboardInterrupt  # as far as the files go, a kill
+                return original(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(newest), "rename", dying(type(newest).rename))
+            patch.setattr(store.shutil, "rmtree", dying(store.shutil.rmtree))
+            with contextlib.suppress(KeyboardInterrupt):
+                store.write(newest, state, saved)
+        lines, step = run(folder, rows9, max_training_samples=48, allow_changes="max_training_samples")
+        assert "00000002: step 2" in lines[0] and step == 3, fatal
+        assert [path.name for path in (folder / store.FOLDER).iterdir() if not path.name.isdecimal()] == []
+
+
+def test_no_resume_in_the_originals_format_sets_own_checkpoints_aside(tmp_path, rows9, free):
+    run(tmp_path, rows9)
+    lines, _ = run(tmp_path, rows9, no_resume=True, checkpoint_format="legacy", max_training_samples=32)
+    assert f"{tmp_path / store.FOLDER} is kept as" in lines[0]
+    lines, step = run(tmp_path, rows9, checkpoint_format="legacy", max_training_samples=48)
+    assert "checkpoint_jax.pkl: step 2" in lines[0] and step == 3
+
+
+def test_a_run_folder_whose_name_orbax_cannot_write_is_refused_at_once(tmp_path, rows9, free):
+    with pytest.raises(ConfigError, match="its name is not UTF-8"):
+        run(tmp_path / os.fsdecode(b"t\xff"), rows9)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, rows9, free, monkeypatch, capsys):
@@ -428,11 +470,14 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, rows9, free, monkeypat
 def test_what_cannot_be_converted_is_said(tmp_path, rows9, free, capsys):
     run(tmp_path / "run", rows9, ema_decay=0.0)
     (tmp_path / "there").mkdir()
+    (tmp_path / "some.pkl").write_bytes(b"")
     for words, message in (
         ((tmp_path / "run", tmp_path / "there"), "is there already"),
         ((tmp_path / "run", tmp_path / "new.pkl", "--use", "ema"), "has no moving average"),
         ((tmp_path / "run", tmp_path / "new.pkl", "--pos-len", "9"), "it holds its own options"),
-        ((tmp_path / "nothing.pkl", tmp_path / "new.pkl"), "does not hold the options"),
+        ((tmp_path / "some.pkl", tmp_path / "new.pkl"), "does not hold the options"),
+        ((tmp_path / "there", tmp_path / "new.pkl"), "holds no checkpoint"),
+        ((tmp_path / "nothing.pkl", tmp_path / "new.pkl"), "no such file"),
         ((tmp_path / "nothing.pkl", tmp_path / "new.pkl", "--pos-len", "9"), "no such file"),
     ):
         assert command("convert", *words) == 2

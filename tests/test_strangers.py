@@ -15,7 +15,7 @@ from kgo_shard.config import Config
 from kgo_shard.npz import DataError, load_rows
 from kgo_shard.train import main, train
 
-from .test_continuation import train_module
+from .test_continuation import logged, train_module
 from .test_npz import GLOBALS, PACKED, POLICY, SCORES, TARGETS, VALUES, RunsCode, read
 from .test_store import free  # noqa: F401
 from .test_train import words_of
@@ -91,6 +91,7 @@ CASES = {
     "all-zero policy, no weight": (weightless, [f"key {POLICY} row 21 policy 0 is all zero"]),
     "negative count": (lambda rows: npz_bytes(rows | {POLICY: with_row(rows[POLICY], 21, -1, 1, 5)}), [f"key {POLICY} row 21 policy 1", "negative"]),
     "negative score": (lambda rows: npz_bytes(rows | {SCORES: with_row(rows[SCORES], 21, -1, 7)}), [f"key {SCORES} row 21 is negative"]),
+    "negative weight": (lambda rows: npz_bytes(rows | {TARGETS: with_row(rows[TARGETS], 21, -1.0, 25)}), [f"key {TARGETS} row 21 column 25 (row_weight) is negative"]),
     "different lengths": (lambda rows: npz_bytes(rows | {SCORES: rows[SCORES][:40]}), ["arrays differ in their number of rows", f"'{SCORES}': 40"]),
     "huge header": (huge_header, [f"key {GLOBALS} cannot be read", "its header says shape (1125899906842624, 19)"]),
     "long header": (long_header, [f"key {GLOBALS} cannot be read"]),
@@ -99,6 +100,9 @@ CASES = {
         lambda rows: npz_bytes(rows | {PACKED: with_row(rows[PACKED], 21, 0x7F, 0, 0)}), [f"key {PACKED} row 21 has a board smaller than pos_len 9", "--allow-nonfull-mask"],
     ),
     "an empty file": (lambda rows: b"", ["cannot be read as an npz file"]),
+    "a board size that is a bomb": (
+        lambda rows: npz_bytes(rows | {"pos_len": np.zeros((5000, 5000), np.int8)}), ["key pos_len has shape (5000, 5000), expected one number, 9"],
+    ),
     "another board": (lambda rows: npz_bytes(rows | {"pos_len": np.array(13)}), ["key pos_len says 13 but the run says 9", "--pos-len"]),
 }  # fmt: skip
 
@@ -161,10 +165,10 @@ def test_a_bad_file_ends_the_run_in_one_line_after_saving_or_is_skipped(case, tm
     saved = store.complete(tmp_path / "run" / store.FOLDER)
     assert [int(path.name) for path in saved[:1]] == ([taken] if taken else [])
     if taken:
-        assert load_checkpoint(tmp_path / "run", Config(**SMALL)).samples == 16 * taken and f"after step {taken}" in out
+        assert load_checkpoint(tmp_path / "run", Config(**SMALL)).samples == 16 * taken and f"stopped after step {taken}" in out
     # The same command with --skip-bad-files goes on; the file is told of once, counted and listed.
     code, out, err = run(tmp_path, data, capsys, skip_bad_files=True, max_training_samples=14 * 16, allow_changes="max_training_samples")
-    assert code == 0 and err.count("skipped: ") == 1 and f"skipped: {bad}: " in err and f"1 bad files were skipped: {bad}" in out
+    assert code == 0 and err.count("skipped: ") == 1 and f"skipped: {bad}: " in err and f"skipped as bad: 1 ({bad})" in out
     assert len(trained_on) == 14 * 16, "14 steps: the epochs of two files have 6"
     good = {row.tobytes() for name in ("a.npz", "z.npz") for row in read(data / "train" / name)[GLOBALS]}
     assert set(trained_on) == good
@@ -206,7 +210,47 @@ def test_packed_rows_of_another_board_are_refused(tmp_path, rows19, rows9, pos_l
     edge = {13: "(64, 22, 46), expected (N, 22, 22)", 19: "(192, 22, 11), expected (N, 22, 46)"}[pos_len]
     assert code == 2 and f"{PACKED} has shape {edge}: is --pos-len right?" in err and err.count("\n") == 1
     code, _, err = run(tmp_path, folder, capsys, pos_len=pos_len, skip_bad_files=True)
-    assert code == 2 and "no file holds the 16 rows of a batch (none can be read)" in err
+    assert code == 2 and "every file was skipped as bad" in err
+
+
+def test_what_was_skipped_is_listed_also_after_a_restart(tmp_path, data, rows48, free, capsys):  # noqa: F811
+    bad = data / "train" / "m.npz"
+    bad.write_bytes(flip_a_byte(rows48))
+    options = {"skip_bad_files": True, "seed": 3}  # the second file of the first epoch
+    assert run(tmp_path, data, capsys, **options, max_training_samples=5 * 16)[0] == 0
+    code, out, err = run(tmp_path, data, capsys, **options, max_training_samples=6 * 16, allow_changes="max_training_samples")
+    assert (code, err) == (0, "") and f"skipped as bad: 1 ({bad})" in out
+
+
+def test_a_validation_that_a_bad_file_interrupts_is_made_up_for(tmp_path, data, rows48, free, capsys, monkeypatch):  # noqa: F811
+    """The file is whole when the run begins, and bad when it is read again."""
+    path, options = data / "val" / "a.npz", {"val_every_samples": 48, "max_training_samples": 96}
+    assert main(words_of(**SMALL | options, traindir=tmp_path / "whole", datadir=data)) == 0
+    whole, plain = path.read_bytes(), train_module.make_train_step
+
+    def make_train_step(config):
+        step = plain(config)
+
+        def spoiling(state, batches):
+            if state.step == 5:
+                path.write_bytes(flip_a_byte(rows48))
+            return step(state, batches)
+
+        return spoiling
+
+    monkeypatch.setattr(train_module, "make_train_step", make_train_step)
+    code, out, err = run(tmp_path, data, capsys, **options)
+    assert code == 2 and str(path) in err and "stopped after step 6: saved in" in out
+    path.write_bytes(whole)
+    assert run(tmp_path, data, capsys, **options)[0] == 0
+    assert logged(tmp_path / "run") == logged(tmp_path / "whole"), "the last validation too"
+
+
+@pytest.mark.parametrize("place", ["train", "train/deep/run", "val/run"])
+def test_a_run_folder_among_the_data_is_refused(tmp_path, data, place, capsys):
+    """Its tapes would be taken for data."""
+    assert main(words_of(**SMALL, traindir=data / place, datadir=data)) == 2
+    assert "where every file is taken for data: give another --traindir" in capsys.readouterr().err
 
 
 def test_files_of_few_rows_or_none_are_told_of_and_never_read(tmp_path, data, rows48, trained_on, capsys):
@@ -259,7 +303,7 @@ def test_what_is_not_a_file_is_refused_and_never_waited_for(tmp_path, data, trai
     code, _, err = run(tmp_path, data, capsys)
     assert code == 2 and str(path) in err and err.count("\n") == 1
     code, out, err = run(tmp_path, data, capsys, skip_bad_files=True)
-    assert code == 0 and f"1 bad files were skipped: {path}" in out
+    assert code == 0 and f"skipped as bad: 1 ({path})" in out
 
 
 def test_a_file_that_may_not_be_read_is_named(data):

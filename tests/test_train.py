@@ -486,8 +486,7 @@ def test_bad_options_are_refused_before_anything_is_written(data, tmp_path, caps
 def test_more_devices_than_there_are_are_refused(rows9, tmp_path, capsys, recorded):
     assert "this process has 16" in refused(capsys, traindir=tmp_path / "run", datadir=rows9, batch_size=32, data_parallel_devices=32)
     left = os.listdir(tmp_path / "run") if (tmp_path / "run").exists() else []
-    # A training row is read when training comes to its file.
-    assert set(left) <= ({"lock", LOG, METRICS} if (part, damage) == ("train", bad_value) else set()) and recorded == []
+    assert left in ([], ["lock"]) and recorded == []
 
 
 @pytest.mark.parametrize("missing", ["traindir", "datadir"])

@@ -64,7 +64,8 @@ HOST_ROWS = (
     HostRow("warned of small boards", "resume.Memory", ("warned",), "bool", "warned", "lines on stderr"),
     HostRow("updates that were skipped", "resume.Memory", ("skipped",), "int", "skipped", "lines on stderr"),
     HostRow("calls without a finite step", "train.train", ("fruitless",), "int", "no: starts anew", "no: ends a run"),
-    HostRow("files that were bad", "batches.BadFiles", ("bad", "reasons"), "files", "no: met again", "lines on stderr"),
+    HostRow("a validation that was interrupted", "resume.Memory", ("owed",), "bool", "owed", "lines of the log"),
+    HostRow("files that were bad", "resume.Memory", ("bad_files", "bad"), "files", "bad_files", "lines of the log"),
 )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def test_the_fields_of_the_state_are_those_of_the_table():
 # What holds no state: arguments, and what is computed anew from them in every round of the loop.
 DERIVED = {
     "train": {"config", "log", "show", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
-              "done", "keeper", "stop", "stopped", "entered", "command", "memory", "steps_before", "error", "figures"},
+              "done", "keeper", "stop", "stopped", "entered", "command", "memory", "steps_before", "error", "figures", "line", "validate_now", "save_now"},
     "training_chunks": {"files", "config", "current", "chunk"},
     "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image", "error"},
 }  # fmt: skip
