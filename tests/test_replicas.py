@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kgo_shard import checkpoint
 from kgo_shard.config import Config
+from kgo_shard.journal import SHOWN_TERMS
 from kgo_shard.mesh import make_mesh
 from kgo_shard.replicas import ReplicaError, check_replicas, digests
 from kgo_shard.state import init_state
@@ -59,11 +60,11 @@ def test_the_trainer_checks_every_n_steps_and_before_each_save(every, checked_at
     seen = []
 
     def step(current, batches):
-        terms = dict.fromkeys((*train.SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
+        terms = dict.fromkeys((*SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
         return dataclasses.replace(current, step=current.step + 1, samples=current.samples + 8), terms | {"lr": 0.1}
 
     monkeypatch.setattr(train, "make_train_step", lambda config: step)
-    monkeypatch.setattr(train, "make_eval_step", lambda config: lambda current, batch: dict.fromkeys((*train.SHOWN_TERMS, "loss", "wsum"), 1.0))
+    monkeypatch.setattr(train, "make_eval_step", lambda config: lambda current, batch: dict.fromkeys((*SHOWN_TERMS, "loss", "wsum"), 1.0))
     monkeypatch.setattr(train, "check_replicas", lambda current: seen.append(current.step))
     config = CONFIG.replace(traindir=tmp_path / "run", datadir=rows9, max_training_samples=24, check_replicas=every, max_val_batches=1)
     train.train(config, log=lambda line: None)
@@ -72,13 +73,13 @@ def test_the_trainer_checks_every_n_steps_and_before_each_save(every, checked_at
 
 def test_a_bad_replica_ends_the_run_before_the_save(state, rows9, tmp_path, monkeypatch, capsys):
     def step(current, batches):
-        terms = dict.fromkeys((*train.SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
+        terms = dict.fromkeys((*SHOWN_TERMS, "loss", "wsum", "grad_norm"), 1.0)
         return dataclasses.replace(with_bad_replica(current), step=1, samples=8), terms | {"lr": 0.1}
 
     monkeypatch.setattr(train, "make_train_step", lambda config: step)
     words = f"--traindir {tmp_path / 'run'} --datadir {rows9} --pos-len 9 --batch-size 8 --model-kind b2c32 --max-training-samples 8"
     words += " --data-parallel --data-parallel-devices 4 --check-replicas 100"
-    monkeypatch.setattr(train, "make_eval_step", lambda config: lambda current, batch: dict.fromkeys((*train.SHOWN_TERMS, "loss", "wsum"), 1.0))
+    monkeypatch.setattr(train, "make_eval_step", lambda config: lambda current, batch: dict.fromkeys((*SHOWN_TERMS, "loss", "wsum"), 1.0))
     assert train.main(words.split()) == 1
     error = capsys.readouterr().err
     assert ".learned.net.norm.weight" in error and error.count("\n") == 1

@@ -55,9 +55,9 @@ def test_the_new_step_lowers_at_full_size(name):
     device_mesh = mesh.make_mesh(config)
     assert device_mesh.size == (8 if name == "eight_chips" else 1)
     lowered = step.compile_steps(config, device_mesh).lower(learned, row_structs(config.batch_size), schedule)
-    after, (terms, norm) = lowered.out_info
+    after, totals = lowered.out_info
     assert struct(after) == struct(learned)  # the state comes out as it went in: nothing compiles twice
-    assert terms.shape == (26,) and norm.shape == ()
+    assert totals.terms.shape == (26,) and totals.norm.shape == totals.steps.shape == totals.finite.shape == ()
     donated = {info.donated for info in jax.tree.leaves(lowered.args_info[0][0])}
     assert donated == {config.donate_train_buffers} == {name == "single_chip"}
 
