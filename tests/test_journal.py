@@ -166,6 +166,7 @@ def test_names_that_are_not_unicode_are_written_as_they_are(journal, tmp_path):
     assert (tmp_path / LOG).read_bytes() == b"skipped: z\xff.npz\n"
 
 
+@pytest.mark.long
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path, rows9):
     """`kgo-shard train ... | head -1`."""
     words = words_of(**OPTIONS | {"max_training_samples": 4 * 16, "save_every_samples": 0}, traindir=tmp_path, datadir=rows9)

@@ -14,6 +14,7 @@ def kgo_shard(*arguments, timeout=900):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+@pytest.mark.long
 def test_default_mode_keeps_the_three_way_bound(tmp_path):
     """Where the compiler may fuse, last bits differ; the new side's error against float64 stays within the old side's limit."""
     result = kgo_shard("diff", "--steps", 4, "--report", tmp_path)

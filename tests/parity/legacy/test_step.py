@@ -17,7 +17,7 @@ needs_exact = pytest.mark.skipif("fusion" not in __import__("os").environ.get("X
 
 @needs_exact
 @needs_4
-@pytest.mark.parametrize("options", [{}, FOUR])
+@pytest.mark.parametrize("options", [{}, pytest.param(FOUR, marks=pytest.mark.long)])
 def test_four_steps_in_one_call_equal_four_calls(options):
     config = small_config(**options)
     step, batches = stack.make_train_step(config), first_batches(config, 4)
