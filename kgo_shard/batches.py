@@ -139,7 +139,7 @@ def name_in(folder: Path, path: Path) -> str:
 
 
 def read_packed_batches(
-    files: Sequence[Path], config: Config, seed: int, place: Place | None = None, bad: BadFiles | None = None
+    files: Sequence[str | Path], config: Config, seed: int, place: Place | None = None, bad: BadFiles | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches of B consecutive rows of each file, in the order given; a file's remainder is dropped.
 
@@ -177,7 +177,7 @@ def read_packed_batches(
             yield batch
         place.file, place.batch = place.file + 1, 0
     if not resumed:  # the rest of an epoch may well hold no batch
-        refuse_small_files(files[0].parent, num_read, *largest)
+        refuse_small_files(num_read, *largest, skipped=len(bad.reasons))
 
 
 def rows_read(config: Config) -> int:
@@ -185,10 +185,11 @@ def rows_read(config: Config) -> int:
     return config.batch_size // 8 if config.symmetry_type == "all" else config.batch_size
 
 
-def refuse_small_files(folder: Path, num_read: int, num_rows: int, path: Path | None):
+def refuse_small_files(num_read: int, num_rows: int, path: Path | None, skipped: int):
     """DataError where the largest file, `path` with `num_rows` rows, holds no batch: an epoch would have no step."""
     if path is None:
-        raise DataError(f"{folder}: every file was skipped as bad: mend one, or give another --datadir")
+        remedy = "every file was skipped as bad: mend one" if skipped else "there is none: give some"
+        raise DataError(f"no file holds the {num_read} rows of a batch; {remedy}, or give another --datadir")
     if num_rows < num_read:
         raise DataError(
             f"no file holds the {num_read} rows of a batch (largest: {path} with {num_rows} rows): "
@@ -209,7 +210,9 @@ def check_files(folder: Path, config: Config, num_read: int, bad: BadFiles | Non
         except DataError as error:
             bad.meet(path, error)
     largest = max(counts, key=counts.get, default=None)
-    refuse_small_files(folder, num_read, counts.get(largest, 0), largest)
+    if largest is None:
+        raise DataError(f"{folder}: every file was skipped as bad: mend one, or give another --datadir")
+    refuse_small_files(num_read, counts[largest], largest, skipped=len(found) - len(counts))
     if small := [path for path, rows in counts.items() if rows < num_read]:
         warn(f"{len(small)} of {len(found)} files hold fewer rows than the {num_read} of a batch and are never read: {small[0]} holds {counts[small[0]]}")
     return list(counts)

@@ -14,12 +14,11 @@ from .batches import rows_read
 from .checkpoint import save_checkpoint
 from .config import Config
 from .mesh import make_mesh
+from .resume import HARMLESS
 from .state import TrainState
 from .step import Batch, NonfiniteError
 
 FOLDER, FACTS, ROWS = "nonfinite", "nonfinite.json", "rows.npz"
-# Options that have no part in one step, or that the tape says otherwise.
-LEFT_OUT = ("traindir", "datadir", "on_nonfinite", "skip_bad_files", "tensorboard", "checkpoint_format", "keep", "resume_order", "allow_changes")
 
 
 class Finding(NamedTuple):
@@ -106,8 +105,8 @@ def finished(batch: Batch, config: Config) -> Batch:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """The options of the tape: those of the run that are not the default, one step a call, rows as they are."""
-    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default and f.name not in LEFT_OUT}
+    """The options of the tape: those that a step depends on and that are not the default, one step a call, rows as they are."""
+    given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default and f.name not in HARMLESS}
     devices = make_mesh(config).size
     given |= {"data_parallel": config.data_parallel, "data_parallel_devices": devices if config.data_parallel else 0}
     return given | {"symmetry_type": "none", "enable_history_matrices": False, "steps_per_jit": 1, "allow_nonfull_mask": True}

@@ -24,6 +24,7 @@ from .test_train import OPTIONS, words_of
 
 # test_train.py's program on 8 devices; here in the own format.
 SMALL = OPTIONS | {"checkpoint_format": "orbax", "max_training_samples": 12 * 16, "print_every": 1, "max_val_batches": 1, "save_every_samples": 16}
+SMALL |= {"check_replicas": 2}  # an option that the old stack does not know
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kgo_shard import checkpoint
+from kgo_shard import checkpoint, keeper
 from kgo_shard.config import Config
 from kgo_shard.journal import SHOWN_TERMS
 from kgo_shard.mesh import make_mesh
@@ -65,7 +65,8 @@ def test_the_trainer_checks_every_n_steps_and_before_each_save(every, checked_at
 
     monkeypatch.setattr(train, "make_train_step", lambda config: step)
     monkeypatch.setattr(train, "make_eval_step", lambda config: lambda current, batch: dict.fromkeys((*SHOWN_TERMS, "loss", "wsum"), 1.0))
-    monkeypatch.setattr(train, "check_replicas", lambda current: seen.append(current.step))
+    for module in (train, keeper):  # every so many steps, and before a save
+        monkeypatch.setattr(module, "check_replicas", lambda current: seen.append(current.step))
     config = CONFIG.replace(traindir=tmp_path / "run", datadir=rows9, max_training_samples=24, check_replicas=every, max_val_batches=1)
     train.train(config, log=lambda line: None)
     assert seen == checked_at

@@ -27,6 +27,7 @@ def test_default_mode_keeps_the_three_way_bound(tmp_path):
     assert (tmp_path / "report.html").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_a_fault_exits_with_1_and_is_named(tmp_path):
     result = kgo_shard("diff", "--steps", 1, "--exact", "--states-only", "--fault", "decay_on_norms", "--report", tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
