@@ -24,7 +24,14 @@ VALUES = (None, True, -1, 0, 2**31, 10**30, 1e308, "", "x", "../../x", [], {}, [
 
 
 def change_bytes(rng: random.Random, path: Path):
-    content = bytearray(path.read_bytes())
+    whole = path.read_bytes()
+    while (content := changed(rng, whole)) == whole:
+        pass  # zeros where zeros were
+    path.write_bytes(content)
+
+
+def changed(rng: random.Random, whole: bytes) -> bytes:
+    content = bytearray(whole)
     how = rng.choice(("flip", "cut", "insert", "empty", "zeros"))
     place = rng.randrange(len(content) + 1)
     if how == "flip" and content:
@@ -38,7 +45,7 @@ def change_bytes(rng: random.Random, path: Path):
         content.clear()
     else:
         content[place : place + 20] = bytes(len(content[place : place + 20]))
-    path.write_bytes(content)
+    return bytes(content)
 
 
 def change_json(rng: random.Random, path: Path):
@@ -51,7 +58,7 @@ def change_json(rng: random.Random, path: Path):
     if rng.random() < 0.3:
         del holder[key]
     else:
-        holder[key] = rng.choice(VALUES)
+        holder[key] = rng.choice([value for value in VALUES if value != holder[key]])
     path.write_text(json.dumps(content))
 
 
