@@ -39,10 +39,14 @@ class Contender(NamedTuple):
     lower: Callable[[], jax.stages.Lowered]
 
 
+def legacy_config(config: Config) -> legacy_pmap.Config:
+    """The old stack's options of the same run."""
+    return legacy_pmap.Config(**{name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)})
+
+
 def make_pmap(config: Config, files: Sequence[Path], num_batches: int, unreplicate: bool = False) -> Contender:
     """The original. `unreplicate` reads its metrics by `[0]`, as the original's loop does; else from the first device's shard."""
-    options = {name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)}
-    old = legacy_pmap.Config(**options)
+    old = legacy_config(config)
     run = legacy_step._compile(legacy_step.train_steps, old, (0, 0, 0, None, None, None))
     schedule = legacy_step._schedule(old, 0, 1)
     stream = legacy_pmap.read_batches(epoch_files(files, old.seed), old, old.seed)

@@ -27,6 +27,8 @@ def time_loaders(config, files, repeats: int, show) -> dict[str, dict[str, list[
     from kgo_shard import augment, mesh
     from kgo_shard.batches import read_packed_batches
 
+    from .contenders import legacy_config
+
     device_mesh = mesh.make_mesh(config)
     expand = jax.jit(lambda rows: augment.expand({key: value[0] for key, value in rows.items()}, config.pos_len))
 
@@ -37,8 +39,7 @@ def time_loaders(config, files, repeats: int, show) -> dict[str, dict[str, list[
     for history in (True, False):
         # Symmetry goes with history, as training has both; without either a loader only reads and unpacks.
         chosen = config.replace(enable_history_matrices=history, symmetry_type="xyt" if history else "none")
-        options = {name: getattr(chosen, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(chosen, name)}
-        old = legacy_pmap.Config(**options)
+        old = legacy_config(chosen)
         ways = {
             "original, host": (lambda old=old: legacy_pmap.read_batches(files, old, 0), None),
             "ours, host": (lambda chosen=chosen: read_packed_batches(files, chosen, 0), None),
@@ -66,8 +67,9 @@ def row_bytes(config, files) -> dict[str, float]:
 
     from kgo_shard.batches import read_packed_batches
 
-    options = {name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)}
-    batches = {"original": next(legacy_pmap.read_batches(files, legacy_pmap.Config(**options), 0)), "ours": next(read_packed_batches(files, config, 0))}
+    from .contenders import legacy_config
+
+    batches = {"original": next(legacy_pmap.read_batches(files, legacy_config(config), 0)), "ours": next(read_packed_batches(files, config, 0))}
     return {name: sum(array.nbytes for array in batch.values()) / config.batch_size for name, batch in batches.items()}
 
 

@@ -102,8 +102,9 @@ def time_reading(config, files, num_batches: int, repeats: int) -> dict[str, lis
 
     from kgo_shard.batches import read_packed_batches
 
-    options = {name: getattr(config, name) for name in legacy_pmap.Config.__dataclass_fields__ if hasattr(config, name)}
-    old = legacy_pmap.Config(**options)
+    from .contenders import legacy_config
+
+    old = legacy_config(config)
     samples = {"original": [], "ours": []}
     for _ in range(repeats):
         for name, stream in (("original", legacy_pmap.read_batches(files, old, 0)), ("ours", read_packed_batches(files, config, 0))):

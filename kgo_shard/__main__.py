@@ -233,13 +233,17 @@ def run_diff(arguments, argv) -> int:
         if arguments.fault in FAULTS:
             tape = fault_matrix.fit(tape, FAULTS[arguments.fault], Path(folder))
         facts = report.environment_facts() | run.tape_facts(tape)
-        for name, value in facts.items():
-            console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+        print_facts(facts, console)
         if arguments.legacy_python:
             flags = EXACT_FLAGS if is_exact() else ()
             return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), facts, arguments, console)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress, states_only=arguments.states_only)
     return show_comparison("kgo-shard diff", "Old against new, stage by stage", comparison, facts, arguments, console)
+
+
+def print_facts(facts: dict[str, str], console: Console):
+    for name, value in facts.items():
+        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
 
 
 def show_comparison(title: str, heading: str, comparison, facts: dict[str, str], arguments, console: Console) -> int:
@@ -284,8 +288,7 @@ def run_replay(arguments, argv) -> int:
     facts = report.environment_facts() | run.tape_facts(tape)
     facts |= {"recorded": replay.describe(found.recorded), "replayed": replay.describe(found.replayed)}
     facts["demanded"] = "equal bits" if found.bits else "the three-way bound"
-    for name, value in facts.items():
-        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+    print_facts(facts, console)
     return show_comparison("kgo-shard replay", "Recorded against replayed, stage by stage", found.comparison, facts, arguments, console)
 
 
@@ -295,8 +298,7 @@ def show_nonfinite(found, tape, arguments, console: Console) -> int:
 
     facts = report.environment_facts() | run.tape_facts(tape)
     facts |= {"step": str(found.facts.get("step")), "rows": f"{found.facts.get('rows')} of {found.facts.get('file')}"}
-    for name, value in facts.items():
-        console.print(f"{name:>12}  {value}", highlight=False, markup=False)
+    print_facts(facts, console)
     section = report.nonfinite_section(found)
     console.print(report.section_table(section))
     if arguments.report:

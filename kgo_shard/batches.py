@@ -47,10 +47,15 @@ class BadFiles:
         if not self.skip:
             raise error
 
+    @property
+    def paths(self) -> list[Path]:
+        """All that the run has met, also before it was started again."""
+        return sorted(self.former | self.reasons.keys(), key=str)
+
     def line(self) -> str | None:
         """What to say at the end; None where there was none."""
-        paths = sorted(self.former | self.reasons.keys(), key=str)
-        return f"skipped as bad: {len(paths)} (" + " ".join(", ".join(map(str, paths)).split()) + ")" if paths else None
+        names = " ".join(", ".join(map(str, self.paths)).split())
+        return f"skipped as bad: {len(self.paths)} ({names})" if names else None
 
 
 def find_files(folder: str | Path) -> list[Path]:

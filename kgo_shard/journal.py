@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib
-import itertools
 import json
 import math
 import operator
@@ -21,6 +20,7 @@ from .flops import training_flops
 from .loss import Terms
 from .state import TrainState
 from .step import Batch
+from .store import spare_name
 
 SHOWN_TERMS = ("p0loss", "vloss", "oloss", "skloss", "pacc1")
 LOG, METRICS, EVENTS = "train_jax.log", "metrics.jsonl", "tensorboard"
@@ -51,7 +51,7 @@ class Journal:
             for name in (LOG, METRICS, EVENTS):
                 path = self.folder / name
                 if samples == 0 and path.exists() and (path.is_dir() or path.stat().st_size):
-                    path.rename(next(to for n in itertools.count(1) if not (to := path.with_name(f"{name}.before{n}")).exists()))
+                    path.rename(spare_name(path, "before"))
                 elif path.is_file() and positions and name in positions:
                     os.truncate(path, min(positions[name], path.stat().st_size))
             for name in (LOG, METRICS):

@@ -1,7 +1,6 @@
 """The run folder: who may write there, what a run starts from, and what it leaves."""
 
 import fcntl
-import itertools
 import shutil
 import signal
 import threading
@@ -19,7 +18,7 @@ from .mesh import make_mesh
 from .replicas import check_replicas
 from .resume import Memory
 from .state import TrainState, init_state
-from .store import RUN, Store, clear_unfinished, complete, set_aside
+from .store import RUN, Store, clear_unfinished, complete, set_aside, spare_name
 
 
 class Keeper:
@@ -53,8 +52,7 @@ class Keeper:
             overwritten = self.config.checkpoint_format == "legacy"  # the file is, as in the original
             for former in (self.store.folder, *(() if overwritten else (self.folder / checkpoint.FILE_NAME,))):
                 if former.is_file() or complete(former):
-                    kept = next(to for n in itertools.count(1) if not (to := former.with_name(f"{former.name}.before{n}")).exists())
-                    self.log(f"{former} is kept as {former.rename(kept)}")
+                    self.log(f"{former} is kept as {former.rename(spare_name(former, 'before'))}")
         if self.config.checkpoint_format == "legacy":
             return
         for path in set_aside(self.store.folder, step):

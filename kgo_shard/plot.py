@@ -24,9 +24,9 @@ from matplotlib.font_manager import get_font_names
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from .journal import LOG, METRICS
 from .loss import EVALUATION_SEKI_WEIGHT
 
-JOURNAL, LOG = "metrics.jsonl", "train_jax.log"
 PICTURE = "plot.png"
 TRAIN, VALIDATION = "train", "validation"
 
@@ -105,9 +105,9 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     source = path
     if path.is_dir():
-        source = next((path / name for name in (JOURNAL, LOG) if (path / name).is_file()), None)
+        source = next((path / name for name in (METRICS, LOG) if (path / name).is_file()), None)
         if source is None:
-            raise PlotError(f"{path}: holds neither {JOURNAL} nor {LOG}: name a run folder, or the file that the trainer's output went to")
+            raise PlotError(f"{path}: holds neither {METRICS} nor {LOG}: name a run folder, or the file that the trainer's output went to")
     try:
         content = source.read_bytes()
     except FileNotFoundError:
@@ -125,7 +125,7 @@ def read_run(path: str | Path) -> Run:
 def run_name(path: Path) -> str:
     """A run is called by its folder; a file of another name than the trainer's own by itself."""
     whole = path.resolve()
-    return whole.parent.name if whole.name in (JOURNAL, LOG) and not path.is_dir() else whole.name
+    return whole.parent.name if whole.name in (METRICS, LOG) and not path.is_dir() else whole.name
 
 
 def read_journal(path: Path, content: bytes) -> Iterator[Record]:
@@ -287,7 +287,7 @@ def tell_apart(runs: Sequence[Run]):
         for run in runs:
             if names.count(run.name) > 1:
                 whole = run.path.resolve()
-                parts = (whole.parent if whole.name in (JOURNAL, LOG) else whole).parts
+                parts = (whole.parent if whole.name in (METRICS, LOG) else whole).parts
                 run.name = "/".join(parts[-depth:])
 
 

@@ -94,8 +94,13 @@ def set_aside(folder: Path, after: int) -> list[Path]:
     moved = []
     for path in complete(folder):
         if int(path.name) > after:
-            moved.append(path.rename(next(to for n in itertools.count(1) if not (to := path.with_name(f"{path.name}.unused{n}")).exists())))
+            moved.append(path.rename(spare_name(path, "unused")))
     return moved
+
+
+def spare_name(path: Path, word: str) -> Path:
+    """The first of NAME.word1, NAME.word2, ... that is free: for what is kept, but must make room."""
+    return next(to for n in itertools.count(1) if not (to := path.with_name(f"{path.name}.{word}{n}")).exists())
 
 
 def unfinished(path: Path) -> Path:

@@ -51,13 +51,13 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
         journal = entered.enter_context(contextlib.closing(Journal(config, log)))
         keeper = entered.enter_context(Keeper(config, train_files, bad, journal.line))
         state, memory = keeper.start()
+        if config.optimizer == "muon":
+            journal.line(muon_line(config))
         if config.component_profile:
             profile(state, train_files, config, journal)
             return state
         keeper.claim(state.step)
         journal.open(state.samples, memory.journal)
-        if config.optimizer == "muon":
-            journal.line(muon_line(config))
         step, evaluate = make_train_step(config), make_eval_step(config)
         window, place, bad.former = memory.window, memory.place.copy(), set(memory.bad_files)
         chunks = training_chunks(train_files, config, lambda: state, place, bad)
@@ -74,7 +74,7 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
             journal.figures("validation", state, figures)
 
         def save_now():
-            memory.journal, memory.bad_files = journal.positions(), sorted(bad.former | bad.reasons.keys())
+            memory.journal, memory.bad_files = journal.positions(), bad.paths
             keeper.save(state, memory)
 
         try:
@@ -151,8 +151,6 @@ def save_before_the_end(journal: Journal, state: TrainState, keeper: Keeper, sav
 
 def profile(state: TrainState, files: Sequence[Path], config: Config, journal: Journal):
     """The parts of one step, timed."""
-    if config.optimizer == "muon":
-        journal.line(muon_line(config))
     seed = config.seed + state.step
     batch = next(read_packed_batches(epoch_files(files, seed), config, seed))
     for line in profile_components(state, batch, config):
