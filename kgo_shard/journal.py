@@ -109,8 +109,11 @@ class Journal:
 
 def open_events(folder: Path, samples: int):
     """The writer of event files, whose readers then forget what came after `samples`. ConfigError where its package is missing."""
+    suffix = f".{time.time_ns()}"  # its own names tell seconds: a run that starts again within one would overwrite
     try:
-        return importlib.import_module("tensorboardX").SummaryWriter(str(folder), purge_step=samples + 1 if samples else None)
+        return importlib.import_module("tensorboardX").SummaryWriter(
+            str(folder), purge_step=samples + 1 if samples else None, filename_suffix=suffix
+        )
     except ImportError:
         raise ConfigError("tensorboard = True: its package is not installed: pip install 'kgo-shard[tensorboard]', or drop --tensorboard") from None
 
