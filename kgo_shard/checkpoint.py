@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import convert
+from . import convert, shares
 from .config import Config
 from .loss import MovingStatistics
-from .mesh import make_mesh, put_state
+from .mesh import make_mesh
+from .model import net_shapes
 from .optim import Moments
 from .resume import known
-from .state import Learned, TrainState, init_ema, learned_shapes, to_host
+from .state import Learned, TrainState, init_ema, learned_shapes, place, to_host
 from .store import FOLDER, RUN, CheckpointError, complete, newest, read
 
 FILE_NAME = "checkpoint_jax.pkl"
@@ -138,7 +139,31 @@ def use_average(state: TrainState) -> TrainState:
 
 def from_own(path: Path, tree: dict[str, Any], run: dict[str, Any], config: Config) -> TrainState:
     """The state of an own checkpoint, from what `store.read` gives of it."""
+    if run.get("options", {}).get("shard_state") == "data":
+        devices = run.get("devices")
+        if type(devices) is not int or devices < 1:
+            raise CheckpointError(f"{path}: run.json: devices is {devices!r}, expected the number of devices that each have a share")
+        tree = join_shares(path, tree, devices, config)
     return from_trees(path, tree, run | tree["statistics"], config)
+
+
+def join_shares(path: Path, tree: dict[str, Any], devices: int, config: Config) -> dict[str, Any]:
+    """The trees of a state that was saved split over `devices`, their leaves whole. CheckpointError naming one that is not so split."""
+    like = net_shapes(config.model, config.precision)
+    wholes, layers = convert.to_named(like), convert.to_named(shares.num_layers(like))
+
+    def join(kind, saved):
+        named = convert.flatten(saved)
+        for name in named.keys() & wholes.keys():
+            leaf = named[name]
+            expected = jax.eval_shape(lambda whole, name=name: shares.cut(whole, layers[name], devices), wholes[name]).shape
+            if leaf.shape not in ((), expected):
+                raise CheckpointError(f"{path}: {kind}: leaf {name} has shape {leaf.shape}, expected {expected}: a share for each of {devices} devices")
+            named[name] = shares.join(leaf, wholes[name].shape if leaf.shape else ())
+        return convert.nest(named)
+
+    moments = {key: join(f"opt_state/{key}", saved) for key, saved in tree["opt_state"].items()}
+    return tree | {kind: join(kind, tree[kind]) for kind in ("params", "ema_params") if kind in tree} | {"opt_state": moments}
 
 
 def from_trees(path: Path, content: dict[str, Any], meta: dict[str, Any], config: Config) -> TrainState:
@@ -163,7 +188,7 @@ def from_trees(path: Path, content: dict[str, Any], meta: dict[str, Any], config
             f"{path}: meta: moving_sum, moving_weight, step and samples must be numbers, the counts not negative ({error!r})"
         ) from None
     learned = Learned(net, opt_state, ema, statistics)
-    return TrainState(put_state(make_mesh(config), learned), step, samples)
+    return TrainState(place(learned, config), step, samples)
 
 
 def to_trees(learned: Learned) -> dict[str, Any]:
@@ -230,6 +255,8 @@ def save_checkpoint(path: str | Path, state: TrainState, config: Config):
     """
     path = Path(path)
     flat = to_host(state)
+    # The original has no master copies: it gets the parameters that the network computes with.
+    flat |= {name: leaf.astype(config.precision.param) for name, leaf in flat.items() if name.startswith("params/")}
 
     def tree(kind):
         return convert.nest({name.removeprefix(kind): leaf for name, leaf in flat.items() if name.startswith(kind)})

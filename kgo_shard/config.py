@@ -108,6 +108,7 @@ class Precision:
     rope: Any
     ffn_mul: Any
     attention_logits: Any
+    master: Any  # of the parameters between steps; the network gets them in `param`
 
 
 def option(default, help: str, choices: tuple = (), low: float | None = None, high: float | None = None, below: float | None = None):
@@ -189,6 +190,8 @@ class Config:
     compute_dtype: str = option("bfloat16", "dtype of matrix products", choices=tuple(DTYPES))
     objective: str = option("replica", "seki weight from each device's own rows, or from the batch", choices=("replica", "global"))
     data_parallel_devices: int = option(0, "devices to use with --data-parallel (0: all local ones)", low=0)
+    shard_state: str = option("none", "every device holds the whole state, or a share of it", choices=("none", "data"))
+    master_dtype: str = option("param", "dtype of the parameters that updates are added to: --param-dtype, or float32", choices=("param", "float32"))
     checkpoint_format: str = option("orbax", "own checkpoints, or the original's single file", choices=("orbax", "legacy"))
     keep: int = option(3, "own checkpoints to keep", low=1)
     resume_order: str = option("exact", "a resumed run finishes its epoch, or begins another as the original does", choices=("exact", "legacy"))
@@ -224,6 +227,8 @@ class Config:
         if unknown:
             raise ConfigError(f"allow_changes names {unknown[0]}, which is no option")
         for name in ("component_profile", "muon_split_jit"):
+            if self.splits_state and getattr(self, name):
+                raise ConfigError(f"shard_state data does not go with {name}: leave one of them out")
             if self.data_parallel and getattr(self, name):
                 raise ConfigError(f"data_parallel does not go with {name}: train on one device, or without {name}")
 
@@ -259,7 +264,13 @@ class Config:
             rope=DTYPES[self.rope_dtype],
             ffn_mul=DTYPES[self.ffn_mul_dtype],
             attention_logits=DTYPES[self.attention_logits_dtype],
+            master=DTYPES[self.param_dtype if self.master_dtype == "param" else self.master_dtype],
         )
+
+    @property
+    def splits_state(self) -> bool:
+        """Whether each device holds a share of every leaf, see shares.py."""
+        return self.shard_state == "data"
 
     @property
     def needs_grad_norm(self) -> bool:

@@ -17,6 +17,7 @@ AXIS = "data"
 # Leaf path -> placement; the first pattern that matches holds.
 RULES = (
     ("state/*", PartitionSpec()),  # every device holds the whole state
+    ("shares/*", PartitionSpec(AXIS)),  # or, with --shard-state data, its share of every leaf, as shares.py cuts them
     ("batch/*", PartitionSpec(None, AXIS)),  # (K, B, ...): steps whole, rows in contiguous shares
     ("schedule/*", PartitionSpec()),  # (K,) step counts, learning rates, weight decays
     ("result/*", PartitionSpec()),  # summed metrics, gradients
@@ -45,9 +46,18 @@ def spec_of(path: str) -> PartitionSpec:
     raise KeyError(f"no placement rule for {path}")
 
 
+def state_kind(config: Config) -> str:
+    """The kind of placement that the run's state has."""
+    return "shares" if config.splits_state else "state"
+
+
 def specs(tree, kind: str):
-    """The PartitionSpec of every leaf of `tree`, whose leaves' paths begin with `kind`."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: spec_of(kind + "/" + jax.tree_util.keystr(path)), tree)
+    """The PartitionSpec of every leaf of `tree`, whose leaves' paths begin with `kind`. A scalar has nothing to split."""
+
+    def spec(path, leaf):
+        return spec_of(kind + "/" + jax.tree_util.keystr(path)) if np.ndim(leaf) else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
 
 
 def shard(body: Callable, mesh: Mesh, inputs: tuple[str, ...], outputs: str | tuple[str, ...]) -> Callable:

@@ -4,6 +4,8 @@ All modules take a batch of one device's rows. Weights are (out, in), as the ori
 two lines looks free it is not: cotangents of an array add up in the order of its uses, and the original's order is kept.
 """
 
+import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -240,6 +242,25 @@ def stack(blocks: tuple[Block, ...]) -> Block:
 
 def unstack(blocks: Block, num_layers: int) -> tuple[Block, ...]:
     return tuple(jax.tree.map(lambda leaf: leaf[i], blocks) for i in range(num_layers))
+
+
+def matrices(net: "Net") -> "Net":
+    """A net-shaped tree of bools: True for matrices and the stem's kernel, which are cast where they are used, False for biases and norm weights."""
+
+    def label(part):
+        if isinstance(part, Linear):
+            return dataclasses.replace(part, weight=True, bias=None if part.bias is None else False)
+        if isinstance(part, RMSNorm):
+            return dataclasses.replace(part, weight=False)
+        return True
+
+    return jax.tree.map(label, net, is_leaf=lambda part: isinstance(part, (Linear, RMSNorm)))
+
+
+@functools.cache
+def net_shapes(config: ModelConfig, precision: Precision) -> "Net":
+    """A Net of shapes and dtypes, without the memory."""
+    return jax.eval_shape(lambda: init_net(jax.random.PRNGKey(0), config, precision, init_std=1.0))
 
 
 def init_net(key: PRNGKeyArray, config: ModelConfig, precision: Precision, init_std: float) -> Net:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from . import reduce, shares
 from .config import Config
-from .model import Block, Linear, stack, unstack
+from .model import Block, Linear, net_shapes, stack, unstack
 
 BY_HEADS, BY_ROWS = "muon by heads", "muon by rows"  # labels of Muon's leaves, by how they are cut up
 COEFFICIENTS = (
@@ -49,6 +50,9 @@ def directions(blocks, cut: str, config: Config):
     With --muon-group-blocks the same matrix of all blocks goes through the iteration as one stack.
     """
 
+    if config.splits_state:
+        return dealt_directions(blocks, cut, config)
+
     def orthogonal(m):
         return orthogonalize(split(m, cut, config), config.muon_polar_steps)
 
@@ -62,6 +66,31 @@ def directions(blocks, cut: str, config: Config):
     else:
         pieces = jax.tree.map(orthogonal, blocks)
     return jax.tree.map(direction, pieces, blocks)
+
+
+def dealt_directions(blocks, cut: str, config: Config):
+    """The same from shares to shares: matrices of one shape, of all blocks, are dealt out over the devices, each whole on one of them.
+
+    They travel in bfloat16, which is what the iteration takes and gives. As above they are scaled after every slice, and before a
+    reshape where a matrix was cut up: that decides what XLA folds.
+    """
+    leaves, structure = jax.tree.flatten(blocks)
+    like = jax.tree.map(lambda m, like: None if m is None else like, blocks, net_shapes(config.model, config.precision).blocks, is_leaf=lambda x: x is None)
+    shapes = [leaf.shape[-2:] for leaf in jax.tree.leaves(like)]
+    directions = [None] * len(leaves)
+    for shape in dict.fromkeys(shapes):
+        places = [i for i, other in enumerate(shapes) if other == shape]
+        parts = jnp.concatenate([leaves[i].swapaxes(0, 1) for i in places]).astype(jnp.bfloat16)  # (matrices, 1, n)
+        dealt = reduce.deal(parts, at_least=2)  # a batch of one product is another program, with another order of sums
+        whole = jax.vmap(lambda part: shares.join(part, shape))(dealt)
+        pieces = orthogonalize(split(whole, cut, config), config.muon_polar_steps)
+        own = jax.vmap(lambda matrix: shares.cut(matrix, 1, dealt.shape[1]))(pieces.reshape(whole.shape))
+        scale = jnp.asarray(math.sqrt(max(pieces.shape[-2:])), pieces.dtype)
+        for i, part in zip(places, jnp.split(reduce.collect(own, len(parts)), len(places)), strict=True):
+            part = part.swapaxes(0, 1)
+            scaled = part * scale if pieces.shape == whole.shape else (part.reshape(-1) * scale).reshape(part.shape)
+            directions[i] = scaled.astype(config.precision.opt_update)
+    return jax.tree.unflatten(structure, directions)
 
 
 def split(m: Float[Array, "... rows columns"], cut: str, config: Config) -> Float[Array, "... pieces rows_of_one columns"]:

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from . import convert, muon
+from . import convert, muon, reduce, shares
 from .config import Config, Precision
-from .model import Block, Linear, Net, RMSNorm
+from .model import Block, Net, matrices
 
 ADAM, SGD, NONE = "adam", "sgd", "none"  # labels of leaves, beside Muon's two
 MUON = (muon.BY_HEADS, muon.BY_ROWS)
@@ -60,25 +60,37 @@ def make_schedule(config: Config, step: int, num_steps: int) -> Schedule:
 
 
 def decay_labels(net: Net) -> Net:
-    """A net-shaped tree of bools: True for matrices and the stem's kernel, False for biases and norm weights."""
-
-    def label(part):
-        if isinstance(part, Linear):
-            return dataclasses.replace(part, weight=True, bias=None if part.bias is None else False)
-        if isinstance(part, RMSNorm):
-            return dataclasses.replace(part, weight=False)
-        return True
-
-    return jax.tree.map(label, net, is_leaf=lambda part: isinstance(part, (Linear, RMSNorm)))
+    """A net-shaped tree of bools: matrices and the stem's kernel decay, biases and norm weights do not."""
+    return matrices(net)
 
 
 def global_norm(gradients: Net) -> Float[Array, ""]:
     """Euclidean norm over all leaves, float32; the leaves' sums are added in the original's order."""
+    leaves = convert.to_named(gradients)
+    sums = share_squares(gradients) if shares.is_split(gradients) else {name: squares(leaf) for name, leaf in leaves.items()}
     total = jnp.float32(0)
-    for leaf in convert.to_named(gradients).values():
-        leaf = leaf.astype(jnp.float32)
-        total = total + jnp.sum(leaf * leaf)
+    for name in leaves:
+        total = total + sums[name]
     return jnp.sqrt(total)
+
+
+def squares(leaf: Array) -> Float[Array, ""]:
+    leaf = leaf.astype(jnp.float32)
+    return jnp.sum(leaf * leaf)
+
+
+def share_squares(gradients: Net) -> dict[str, Float[Array, ""]]:
+    """The sums of squares of leaves in shares. A sum's last bits depend on its order: so each leaf is put together on one device, which
+    adds it up as a device that has all leaves does. Leaves of one shape are dealt out together."""
+    shapes = {name: like.shape for name, like in convert.to_named(shares.whole_shapes(gradients)).items()}
+    leaves, sums = convert.to_named(gradients), {}
+    for shape in dict.fromkeys(shapes.values()):
+        names = [name for name in shapes if shapes[name] == shape]
+        own = reduce.deal(jnp.concatenate([leaves[name] for name in names]))
+        whole = jax.lax.optimization_barrier([shares.join(leaf, shape) for leaf in own])  # else XLA sums up the shares as they lie
+        own_sums = jnp.stack([squares(leaf) for leaf in whole])
+        sums |= zip(names, reduce.gather_numbers(own_sums), strict=False)  # the last ones may be of zeros
+    return sums
 
 
 def clip(gradients: Net, norm: Float[Array, ""], max_norm: float) -> Net:
@@ -89,6 +101,7 @@ def clip(gradients: Net, norm: Float[Array, ""], max_norm: float) -> Net:
 
 def rule_labels(net: Net, config: Config) -> Net:
     """A net-shaped tree of labels: the rule by which each leaf is updated."""
+    net = shares.whole_shapes(net) if config.splits_state else net
     everywhere = {"adamw": ADAM, "muon": ADAM, "sgd": SGD, "none": NONE}[config.optimizer]
     labels = jax.tree.map(lambda _: everywhere, net)
     if config.optimizer != "muon":
@@ -208,11 +221,11 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def apply_direction(params: Net, direction: Net, schedule: Schedule, config: Config) -> Net:
-    """The parameters moved by lr and wd, in the update dtype, stored in the parameter dtype.
+    """The parameters moved by lr and wd, in the update dtype (or that of the master parameters, if wider), stored in their dtype.
 
     AdamW and SGD: p - lr * d - lr * wd * p, the last part only for decayed leaves. Muon: p * (1 - lr * wd) - 0.2 * lr * d.
     """
-    dtype = config.precision.opt_update
+    dtype = jnp.promote_types(config.precision.opt_update, config.precision.master)
     rate, decay = schedule.learning_rate.astype(dtype), schedule.weight_decay.astype(dtype)
     multiplier = jnp.asarray(config.muon_lr_multiplier, dtype)
 
@@ -221,9 +234,9 @@ def apply_direction(params: Net, direction: Net, schedule: Schedule, config: Con
             return p
         old = p.astype(dtype)
         if rule in MUON:
-            new = old * (1 - rate * decay) - (multiplier * rate) * d
+            new = old * (1 - rate * decay) - (multiplier * rate) * d.astype(dtype)
         else:
-            new = old - rate * d
+            new = old - rate * d.astype(dtype)
             new = new - rate * decay * old if decays else new
         return new.astype(p.dtype)
 

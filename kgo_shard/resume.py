@@ -23,7 +23,7 @@ HARMLESS = frozenset(
     "init_std traindir datadir print_every steps_per_jit save_every_samples val_every_samples max_val_batches allow_nonfull_mask no_resume"
     " no_final_save log_step_time component_profile component_profile_repeats component_profile_grad donate_train_buffers"
     " xla_peak_tflops data_parallel data_parallel_devices check_replicas checkpoint_format keep resume_order allow_changes on_nonfinite"
-    " skip_bad_files tensorboard".split()
+    " skip_bad_files tensorboard shard_state".split()
 )
 
 

@@ -1,14 +1,16 @@
 """TrainState: everything that survives a step."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import convert, optim
+from . import convert, mesh, optim, shares
 from .config import Config
 from .loss import MovingStatistics
-from .mesh import make_mesh, put_state
+from .mesh import make_mesh
 from .model import Net, init_net
 from .optim import Moments
 
@@ -32,13 +34,33 @@ class TrainState(eqx.Module):
 
 def init_state(config: Config) -> TrainState:
     """The state before the first step, on the devices; the seed gives the original's numbers."""
-    return TrainState(put_state(make_mesh(config), init_learned(config)), step=0, samples=0)
+    return TrainState(place(init_learned(config), config), step=0, samples=0)
+
+
+def place(learned: Learned, config: Config) -> Learned:
+    """A whole state on the devices, as the run keeps it there."""
+    device_mesh = make_mesh(config)
+    if config.splits_state:
+        learned = map_nets(lambda net: shares.cut_net(net, device_mesh.size), learned)
+    return mesh.put(device_mesh, learned, mesh.state_kind(config))
+
+
+def whole(learned: Learned) -> Learned:
+    """The inverse of `place`, on the host, which holds one copy of it."""
+    learned = jax.device_get(learned)
+    return map_nets(shares.join_net, learned) if shares.is_split(learned.net) else learned
+
+
+def map_nets(change: Callable[[Net], Net], learned: Learned) -> Learned:
+    """Every net-shaped tree of the state changed; the statistics are not."""
+    ema = None if learned.ema is None else change(learned.ema)
+    return Learned(change(learned.net), Moments(*map(change, learned.opt_state)), ema, learned.statistics)
 
 
 def init_learned(config: Config) -> Learned:
     net = init_net(jax.random.PRNGKey(config.seed), config.model, config.precision, config.init_std)
     return Learned(
-        net=net,
+        net=jax.tree.map(lambda p: p.astype(config.precision.master), net),
         opt_state=optim.make_optimizer(config).init(net),
         ema=init_ema(net) if config.ema_decay > 0 else None,
         statistics=MovingStatistics(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)),
@@ -56,7 +78,7 @@ def learned_shapes(config: Config) -> Learned:
 
 def to_host(state: TrainState) -> dict[str, np.ndarray]:
     """Every leaf as a host array under the original's names: `params/...`, `opt_state/m/...`, `ema_params/...`, counts."""
-    learned = jax.device_get(state.learned)
+    learned = whole(state.learned)
     trees = {"params": learned.net, "opt_state/m": learned.opt_state.m, "opt_state/v": learned.opt_state.v}
     if learned.ema is not None:
         trees["ema_params"] = learned.ema

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from . import augment, convert, layout, loss, mesh, optim, reduce
+from . import augment, convert, layout, loss, mesh, optim, reduce, shares
 from .config import Config
 from .loss import MovingStatistics, Terms
 from .mesh import make_mesh
@@ -45,8 +45,8 @@ def differentiate(learned: Learned, rows: dict[str, Array], config: Config, tabl
     """The first half of a step: everything that depends on the rows."""
     batch_local = augment.expand(rows, config.pos_len)
     seki_weight, statistics_local = weigh_seki(learned.statistics, batch_local, config)
-    gradients_local, terms_local = local_gradient(learned.net, batch_local, seki_weight, tables, config.loss_profile)
-    gradients = reduce.mean_gradients(gradients_local)
+    gradients_local, terms_local = local_gradient(learned.net, batch_local, seki_weight, tables, config)
+    gradients = reduce.mean_shares(gradients_local) if config.splits_state else reduce.mean_gradients(gradients_local)
     terms = reduce.sum_terms(terms_local)
     statistics = reduce.mean_statistics(statistics_local)
     norm = optim.global_norm(gradients) if config.needs_grad_norm else jnp.float32(0)
@@ -67,15 +67,16 @@ def weigh_seki(statistics: MovingStatistics, batch_local: dict[str, Array], conf
     return loss.seki_weight(statistics_local), statistics_local
 
 
-def local_gradient(net: Net, batch_local: dict[str, Array], seki_weight, tables: Tables, profile: str) -> tuple[Net, Terms]:
-    """The gradient of the device's own loss: nothing is reduced before or inside it."""
+def local_gradient(net: Net, batch_local: dict[str, Array], seki_weight, tables: Tables, config: Config) -> tuple[Net, Terms]:
+    """The gradient of the device's own loss, in the parameter dtype: nothing is reduced before or inside it."""
 
     def objective(net_local):
         outputs = net_local(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
-        terms_local = loss.compute_terms(outputs, batch_local, seki_weight, tables, profile)
+        terms_local = loss.compute_terms(outputs, batch_local, seki_weight, tables, config.loss_profile)
         return terms_local.loss, terms_local
 
-    return jax.grad(objective, has_aux=True)(reduce.to_local(net))
+    gradients_local, terms_local = jax.grad(objective, has_aux=True)(reduce.whole_net(net, config))
+    return jax.tree.map(lambda g: g.astype(config.precision.param), gradients_local), terms_local
 
 
 def update(learned: Learned, gradients: Net, statistics: MovingStatistics, schedule: Schedule, config: Config) -> Learned:
@@ -105,15 +106,16 @@ def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedul
 
     def one(carry, inputs):
         learned, stages = train_on_batch(carry[0], *inputs, config, tables)
-        totals = add(carry[1], jnp.stack(stages.terms), stages.norm, stages.gradients)
+        totals = add(carry[1], jnp.stack(stages.terms), stages.norm, stages.gradients, config)
         return keep_finite(carry, (learned, totals), config), None
 
     return jax.lax.scan(one, (learned, no_steps()), (rows, schedule))[0]
 
 
-def add(totals: Totals, terms: Array, norm: Array, gradients: Net) -> Totals:
-    finite = [jnp.isfinite(leaf).all() for leaf in (terms, norm, *jax.tree.leaves(gradients))]
-    return Totals(totals.terms + terms, totals.norm + norm, totals.steps + 1, totals.finite & jnp.stack(finite).all())
+def add(totals: Totals, terms: Array, norm: Array, gradients: Net, config: Config) -> Totals:
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]).all()
+    finite = (reduce.on_every_device(finite) if config.splits_state else finite) & jnp.isfinite(terms).all() & jnp.isfinite(norm)
+    return Totals(totals.terms + terms, totals.norm + norm, totals.steps + 1, totals.finite & finite)
 
 
 def keep_finite(before: tuple[Learned, Totals], after: tuple[Learned, Totals], config: Config) -> tuple[Learned, Totals]:
@@ -131,7 +133,7 @@ def keep_finite(before: tuple[Learned, Totals], after: tuple[Learned, Totals], c
 def evaluate_batch(net: Net, rows: dict[str, Array], config: Config, tables: Tables) -> Terms:
     """The terms of one batch with the constant seki weight of evaluation; statistics stay as they are."""
     batch_local = augment.expand(rows, config.pos_len)
-    outputs = reduce.to_local(net)(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
+    outputs = reduce.whole_net(net, config)(batch_local[layout.PLANES], batch_local[layout.GLOBALS], tables)
     weight = jnp.float32(loss.EVALUATION_SEKI_WEIGHT)
     return reduce.sum_terms(loss.compute_terms(outputs, batch_local, weight, tables, config.loss_profile))
 
@@ -143,7 +145,8 @@ def compile_steps(config: Config, device_mesh) -> Callable:
     def body(learned, rows, schedule):
         return train_on_batches(learned, rows, schedule, config, tables)
 
-    sharded = mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "result"))
+    kind = mesh.state_kind(config)
+    sharded = mesh.shard(body, device_mesh, inputs=(kind, "batch", "schedule"), outputs=(kind, "result"))
     return jax.jit(sharded, donate_argnums=(0,) if config.donate_train_buffers else ())
 
 
@@ -159,7 +162,7 @@ def compile_apart(config: Config, device_mesh) -> Callable:
         return jax.tree.map(lambda x: x[0], jax.lax.scan(one, None, rows)[1])
 
     def second_half(learned, totals, gradients, statistics, terms, norm, schedule):
-        after = update(learned, gradients, statistics, schedule, config), add(totals, terms, norm, gradients)
+        after = update(learned, gradients, statistics, schedule, config), add(totals, terms, norm, gradients, config)
         return keep_finite((learned, totals), after, config)
 
     differentiated = jax.jit(mesh.shard(first_half, device_mesh, inputs=("state", "batch"), outputs=("result",) * 4))
@@ -234,7 +237,7 @@ def make_eval_step(config: Config) -> Callable[[TrainState, Batch], dict[str, fl
         return jnp.stack(evaluate_batch(net, first_batch(rows), config, tables))
 
     device_mesh = make_mesh(config)
-    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "batch"), outputs="result"))
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=(mesh.state_kind(config), "batch"), outputs="result"))
 
     def evaluate(state, batch):
         check_batches([batch], config)
@@ -247,19 +250,17 @@ def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[st
     """gradient(state, batch) -> (reduced gradients before clipping under their original names, metrics)."""
     tables = make_tables(config.model)
 
-    def body(net, statistics, rows):
-        batch_local = augment.expand(first_batch(rows), config.pos_len)
-        seki_weight, _ = weigh_seki(statistics, batch_local, config)
-        gradients_local, terms_local = local_gradient(net, batch_local, seki_weight, tables, config.loss_profile)
-        return reduce.mean_gradients(gradients_local), jnp.stack(reduce.sum_terms(terms_local))
+    def body(learned, rows):
+        _, stages = differentiate(learned, first_batch(rows), config, tables)
+        return stages.gradients, jnp.stack(stages.terms)
 
-    device_mesh = make_mesh(config)
-    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "state", "batch"), outputs=("result", "result")))
+    device_mesh, kind = make_mesh(config), mesh.state_kind(config)
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=(kind, "batch"), outputs=(gradient_kind(config), "result")))
 
     def gradient(state, batch):
         check_batches([batch], config)
-        gradients, terms = compiled(state.learned.net, state.learned.statistics, mesh.put_batches(device_mesh, [batch]))
-        return {name: np.asarray(leaf) for name, leaf in convert.to_named(gradients).items()}, to_metrics(terms)
+        gradients, terms = compiled(state.learned, mesh.put_batches(device_mesh, [batch]))
+        return convert.to_named(whole(gradients)), to_metrics(terms)
 
     return gradient
 
@@ -278,18 +279,18 @@ def make_probe(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState
 
         learned, stages = jax.lax.scan(one, learned, (rows, schedule))
         local, reduced = stages[:3], stages[3:]  # the scan's axis of one stands where the devices' axis goes
-        return learned, local, jax.tree.map(lambda x: x[0], reduced)
+        return learned, local, *jax.tree.map(lambda x: x[0], reduced)
 
-    device_mesh = make_mesh(config)
-    compiled = jax.jit(
-        mesh.shard(body, device_mesh, inputs=("state", "batch", "schedule"), outputs=("state", "local", "result"))
-    )
+    device_mesh, kind, gradients = make_mesh(config), mesh.state_kind(config), gradient_kind(config)
+    outputs = (kind, "local", gradients, "result", gradients, "result")
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=(kind, "batch", "schedule"), outputs=outputs))
 
     def probe(state, batch):
         check_batches([batch], config)
         schedule = mesh.put(device_mesh, optim.make_schedule(config, state.step, 1), "schedule")
-        learned, local, reduced = compiled(state.learned, mesh.put_batches(device_mesh, [batch]), schedule)
-        return TrainState(learned, state.step + 1, state.samples + config.batch_size), jax.device_get(Stages(*local, *reduced))
+        learned, local, gradients, norm, clipped, terms = compiled(state.learned, mesh.put_batches(device_mesh, [batch]), schedule)
+        stages = Stages(*jax.device_get(local), whole(gradients), norm, whole(clipped), jax.device_get(terms))
+        return TrainState(learned, state.step + 1, state.samples + config.batch_size), stages
 
     return probe
 
@@ -300,13 +301,24 @@ def head_outputs(state: TrainState, batch: Batch, config: Config) -> dict[str, n
 
     def body(net, rows):
         rows = augment.expand(first_batch(rows), config.pos_len)
-        return reduce.to_local(net)(rows[layout.PLANES], rows[layout.GLOBALS], tables)
+        return reduce.whole_net(net, config)(rows[layout.PLANES], rows[layout.GLOBALS], tables)
 
     device_mesh = make_mesh(config)
-    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=("state", "batch"), outputs="local"))
+    compiled = jax.jit(mesh.shard(body, device_mesh, inputs=(mesh.state_kind(config), "batch"), outputs="local"))
     outputs = jax.device_get(compiled(state.learned.net, mesh.put_batches(device_mesh, [batch])))
     legacy = {"more_misc": "moremisc", "future": "futurepos", "score_belief": "scorebelief"}
     return {legacy.get(name, name): value for name, value in outputs._asdict().items()}
+
+
+def gradient_kind(config: Config) -> str:
+    """The kind of placement of reduced gradients: the same on all devices, or each device's own shares."""
+    return "local" if config.splits_state else "result"
+
+
+def whole(gradients: Net) -> Net:
+    """On the host, where there are no shares any more."""
+    gradients = jax.device_get(gradients)
+    return shares.join_net(gradients) if shares.is_split(gradients) else gradients
 
 
 def first_batch(rows: dict[str, Array]) -> dict[str, Array]:

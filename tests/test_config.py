@@ -76,7 +76,7 @@ ORIGINAL = {
 BEYOND_THE_ORIGINAL = {
     "compute_dtype": "bfloat16", "objective": "replica", "data_parallel_devices": 0, "check_replicas": 0,
     "checkpoint_format": "orbax", "keep": 3, "resume_order": "exact", "allow_changes": "", "on_nonfinite": "stop",
-    "skip_bad_files": False, "tensorboard": False,
+    "skip_bad_files": False, "tensorboard": False, "shard_state": "none", "master_dtype": "param",
 }  # fmt: skip
 
 
@@ -299,6 +299,8 @@ FLAGS = [
     ("--on-nonfinite", "ignore", "ignore"),
     ("--skip-bad-files", None, True),
     ("--tensorboard", None, True),
+    ("--shard-state", "data", "data"),
+    ("--master-dtype", "float32", "float32"),
 ]
 
 

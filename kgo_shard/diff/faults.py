@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .. import augment, batches, checkpoint, convert, layout, loss, mesh, muon, optim, reduce, step
+from .. import augment, batches, checkpoint, convert, layout, loss, mesh, muon, optim, reduce, shares, step
 from .. import state as state_module
 from ..config import ConfigError
 from ..model import RMSNorm
@@ -37,6 +37,19 @@ class Fault(NamedTuple):
 def replaced(module, name: str, faulty) -> Iterator[None]:
     """`module.name` is `faulty(original)` for a while. Compiled functions are made anew, so none outlives the fault."""
     with mock.patch.object(module, name, faulty(getattr(module, name))):
+        yield
+
+
+@contextmanager
+def reduction(faulty) -> Iterator[None]:
+    """`faulty(original)` in place of the gradients' mean; where the state is split, each device's shares of what that gives."""
+    change = faulty(reduce.mean_gradients)
+
+    def own_shares(gradients):
+        cut = shares.cut_net(change(gradients), jax.lax.axis_size(mesh.AXIS))
+        return jax.tree.map(lambda g: jax.lax.dynamic_index_in_dim(g, jax.lax.axis_index(mesh.AXIS)), cut)
+
+    with mock.patch.object(reduce, "mean_gradients", change), mock.patch.object(reduce, "mean_shares", own_shares):
         yield
 
 
@@ -64,7 +77,7 @@ def _without_cast(original):
 
 
 def gradients_summed():
-    return replaced(reduce, "mean_gradients", lambda _: lambda g: jax.lax.psum(g, mesh.AXIS))
+    return reduction(lambda _: lambda g: jax.lax.psum(g, mesh.AXIS))
 
 
 def leaf_not_reduced():
@@ -75,7 +88,7 @@ def leaf_not_reduced():
 
         return reduced
 
-    return replaced(reduce, "mean_gradients", faulty)
+    return reduction(faulty)
 
 
 def gradients_in_bfloat16():
@@ -86,7 +99,7 @@ def gradients_in_bfloat16():
 
         return reduced
 
-    return replaced(reduce, "mean_gradients", faulty)
+    return reduction(faulty)
 
 
 def statistics_not_averaged():
@@ -245,7 +258,7 @@ def clip_before_reduction():
 
         return reduced
 
-    return replaced(reduce, "mean_gradients", faulty)
+    return reduction(faulty)
 
 
 def beta_in_double():
@@ -259,11 +272,11 @@ def beta_in_double():
 
 
 def gradients_reduced_twice():
-    return replaced(reduce, "mean_gradients", lambda original: lambda g: jax.lax.psum(reduce.to_local(original(g)), mesh.AXIS))
+    return reduction(lambda original: lambda g: jax.lax.psum(reduce.to_local(original(g)), mesh.AXIS))
 
 
 def gradients_not_reduced():
-    return replaced(reduce, "mean_gradients", lambda _: first_device)
+    return reduction(lambda _: first_device)
 
 
 def half_the_mesh():
@@ -276,7 +289,7 @@ def half_the_mesh():
 
         return reduced
 
-    return replaced(reduce, "mean_gradients", faulty)
+    return reduction(faulty)
 
 
 def automatic_sum_in_bfloat16():

@@ -38,7 +38,7 @@ class HostRow(NamedTuple):
 
 
 DEVICE_ROWS = (
-    DeviceRow(".learned.net*", "parameters", "params", "parameters"),
+    DeviceRow(".learned.net*", "parameters (with --master-dtype the master copies)", "params", "parameters"),
     DeviceRow(".learned.opt_state.m*", "first moments, Muon's momenta", "opt_state/m", "moments"),
     DeviceRow(".learned.opt_state.v*", "second moments (Muon's leaves: scalar zeros)", "opt_state/v", "moments"),
     DeviceRow(".learned.ema*", "moving average of the parameters", "ema_params", "ema"),
@@ -89,7 +89,7 @@ def ledger_rows(config: Config) -> list[list[str]]:
             continue
         on_device = row.pattern.startswith(".learned")
         dtypes = sorted({str(leaf.dtype) if on_device else "int" for _, leaf in mine})
-        places = sorted({str(mesh.spec_of("state/" + path)) if on_device else "host" for path, _ in mine})
+        places = sorted({str(mesh.spec_of(f"{mesh.state_kind(config)}/{path}") if leaf.ndim else mesh.PartitionSpec()) if on_device else "host" for path, _ in mine})
         elements = sum(leaf.size if on_device else 1 for _, leaf in mine)
         rows.append([
             row.state, "TrainState" + row.pattern.rstrip("*"), ", ".join(dtypes), str(len(mine)), f"{elements:,}", ", ".join(places),

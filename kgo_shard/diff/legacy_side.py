@@ -1,6 +1,7 @@
 """The old side: `legacy_pmap`, and the only place in this package that imports it. Delete it together with the old stack."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import legacy_pmap
@@ -14,8 +15,13 @@ from legacy_pmap.train import VALIDATION_SEED, epoch_chunks
 from .trace import Side, Tape
 
 
+def old_config(options: dict[str, Any]) -> legacy_pmap.Config:
+    """The old stack holds the whole state on every device, however the new one splits it: that changes no number."""
+    return legacy_pmap.Config(**{name: value for name, value in options.items() if name != "shard_state"})
+
+
 def make_side(tape: Tape, probe_only: bool = False) -> Side:
-    config = legacy_pmap.Config(**tape.options)
+    config = old_config(tape.options)
     probe = legacy_pmap.make_probe(config)
     devices = config.num_devices
 
@@ -61,7 +67,7 @@ def make_reference(tape: Tape, probe_only: bool = False) -> Side:
 
 def make_perturbed(side: Side, tape: Tape, seed: int = 0) -> Side:
     """The old side, started from parameters that are one unit in the last place off, up or down. Compiles nothing anew."""
-    config, rng = legacy_pmap.Config(**tape.options), np.random.default_rng(seed)
+    config, rng = old_config(tape.options), np.random.default_rng(seed)
 
     def nudge(leaf):
         up = rng.integers(0, 2, leaf.shape).astype(bool)
@@ -77,7 +83,7 @@ def make_perturbed(side: Side, tape: Tape, seed: int = 0) -> Side:
 
 def make_reordered(side: Side, tape: Tape) -> Side:
     """The old side with the devices' shares of every batch in reverse order; what each device made is put back in order."""
-    devices = legacy_pmap.Config(**tape.options).num_devices
+    devices = old_config(tape.options).num_devices
 
     def probed(state, batch):
         shares = {key: value.reshape(devices, -1, *value.shape[1:])[::-1].reshape(value.shape) for key, value in batch.items()}
@@ -89,7 +95,7 @@ def make_reordered(side: Side, tape: Tape) -> Side:
 
 def lower_step(tape: Tape, num_steps: int = 1) -> jax.stages.Lowered:
     """The training step's program for `num_steps` batches, lowered for the tape's devices."""
-    config = legacy_pmap.Config(**tape.options)
+    config = old_config(tape.options)
     carry = legacy_pmap.init_state(config).carry
     stream = legacy_pmap.read_batches(tape.files, config, config.seed)
     batches = stack_batches([next(stream) for _ in range(num_steps)], config)
@@ -108,13 +114,13 @@ def float64():
 
 def save_start(path, options: dict):
     """A fresh state of the old stack as its own checkpoint file, for both sides to start from."""
-    config = legacy_pmap.Config(**options)
+    config = old_config(options)
     legacy_pmap.save_checkpoint(path, legacy_pmap.init_state(config), config)
 
 
 def save_middle(path, options: dict, step: int = 5):
     """A made-up state from the middle of a run: whatever a fresh one has at zero, or equal to something else, is neither."""
-    config, rng = legacy_pmap.Config(**options), np.random.default_rng(0)
+    config, rng = old_config(options), np.random.default_rng(0)
     carry = get_carry(legacy_pmap.init_state(config))
 
     def noise(leaf, scale):

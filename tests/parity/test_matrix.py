@@ -57,7 +57,7 @@ ELSEWHERE = {
     "max_val_batches", "allow_nonfull_mask", "no_resume", "no_final_save", "separate_projections", "int8_train", "int8_target",
     "int8_fwd_bits", "int8_bwd_bits", "log_step_time", "component_profile", "component_profile_repeats", "component_profile_grad",
     "xla_peak_tflops", "objective", "check_replicas", "checkpoint_format", "keep", "resume_order", "allow_changes",
-    "on_nonfinite", "skip_bad_files", "tensorboard",
+    "on_nonfinite", "skip_bad_files", "tensorboard", "shard_state", "master_dtype",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ APART = {"compute_dtype": {"float64"}, "objective": {"global"}}
 
 def test_both_know_the_same_options_in_the_same_order():
     assert list(OLD) == list(NEW)[: len(OLD)] and len(OLD) > 50
-    assert set(NEW) - set(OLD) == {"check_replicas", "checkpoint_format", "keep", "resume_order", "allow_changes", "on_nonfinite", "skip_bad_files", "tensorboard"}  # kgo_shard's own
+    assert set(NEW) - set(OLD) == {"check_replicas", "checkpoint_format", "keep", "resume_order", "allow_changes", "on_nonfinite", "skip_bad_files", "tensorboard", "shard_state", "master_dtype"}  # kgo_shard's own
 
 
 @pytest.mark.parametrize("name", OLD)
