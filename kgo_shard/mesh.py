@@ -46,18 +46,20 @@ def spec_of(path: str) -> PartitionSpec:
     raise KeyError(f"no placement rule for {path}")
 
 
+def spec_for(path: str, leaf) -> PartitionSpec:
+    """By the rules; a scalar has nothing to split."""
+    spec = spec_of(path)
+    return spec if np.ndim(leaf) else PartitionSpec()
+
+
 def state_kind(config: Config) -> str:
     """The kind of placement that the run's state has."""
     return "shares" if config.splits_state else "state"
 
 
 def specs(tree, kind: str):
-    """The PartitionSpec of every leaf of `tree`, whose leaves' paths begin with `kind`. A scalar has nothing to split."""
-
-    def spec(path, leaf):
-        return spec_of(kind + "/" + jax.tree_util.keystr(path)) if np.ndim(leaf) else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(spec, tree)
+    """The PartitionSpec of every leaf of `tree`, whose leaves' paths begin with `kind`."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: spec_for(kind + "/" + jax.tree_util.keystr(path), leaf), tree)
 
 
 def shard(body: Callable, mesh: Mesh, inputs: tuple[str, ...], outputs: str | tuple[str, ...]) -> Callable:

@@ -113,8 +113,8 @@ def train_on_batches(learned: Learned, rows: dict[str, Array], schedule: Schedul
 
 
 def add(totals: Totals, terms: Array, norm: Array, gradients: Net, config: Config) -> Totals:
-    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]).all()
-    finite = (reduce.on_every_device(finite) if config.splits_state else finite) & jnp.isfinite(terms).all() & jnp.isfinite(norm)
+    finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in (terms, norm, *jax.tree.leaves(gradients))]).all()
+    finite = reduce.on_every_device(finite) if config.splits_state else finite
     return Totals(totals.terms + terms, totals.norm + norm, totals.steps + 1, totals.finite & finite)
 
 
@@ -289,7 +289,8 @@ def make_probe(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState
         check_batches([batch], config)
         schedule = mesh.put(device_mesh, optim.make_schedule(config, state.step, 1), "schedule")
         learned, local, gradients, norm, clipped, terms = compiled(state.learned, mesh.put_batches(device_mesh, [batch]), schedule)
-        stages = Stages(*jax.device_get(local), whole(gradients), norm, whole(clipped), jax.device_get(terms))
+        local, norm, terms = jax.device_get((local, norm, terms))
+        stages = Stages(*local, whole(gradients), norm, whole(clipped), terms)
         return TrainState(learned, state.step + 1, state.samples + config.batch_size), stages
 
     return probe

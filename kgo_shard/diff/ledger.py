@@ -89,7 +89,7 @@ def ledger_rows(config: Config) -> list[list[str]]:
             continue
         on_device = row.pattern.startswith(".learned")
         dtypes = sorted({str(leaf.dtype) if on_device else "int" for _, leaf in mine})
-        places = sorted({str(mesh.spec_of(f"{mesh.state_kind(config)}/{path}") if leaf.ndim else mesh.PartitionSpec()) if on_device else "host" for path, _ in mine})
+        places = sorted({str(mesh.spec_for(f"{mesh.state_kind(config)}/{path}", leaf)) if on_device else "host" for path, leaf in mine})
         elements = sum(leaf.size if on_device else 1 for _, leaf in mine)
         rows.append([
             row.state, "TrainState" + row.pattern.rstrip("*"), ", ".join(dtypes), str(len(mine)), f"{elements:,}", ", ".join(places),
