@@ -117,7 +117,7 @@ def compile_automatic(config: Config, device_mesh) -> Callable:
     def train(learned, rows, schedule):
         def one(carry, inputs):
             after, gradients, terms, norm = train_on_batch(carry[0], *inputs)
-            return step.keep_finite(carry, (after, step.add(carry[1], terms, norm, gradients)), config), None
+            return step.keep_finite(carry, (after, step.add(carry[1], terms, norm, gradients, config)), config), None
 
         return jax.lax.scan(one, (learned, step.no_steps()), (rows, schedule))[0]
 
