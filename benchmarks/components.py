@@ -180,7 +180,7 @@ def main() -> int:
     measure.keep_compiled()
     found = run(options_of(arguments), arguments.datadir, devices, arguments.repeats, arguments.peak_tflops, measure.show)
     measure.write(arguments.json, found)
-    from .draw import components_table, utilisation_lines
+    from .tables import components_table, utilisation_lines
 
     print(components_table(found), *utilisation_lines(found), *FORMULAS.values(), sep="\n")
     return 0

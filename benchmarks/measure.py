@@ -84,11 +84,16 @@ def time_calls(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
     return samples
 
 
+def machine_gib() -> float:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
 def result(question: str, settings: dict[str, Any], **content) -> dict[str, Any]:
     """The start of a result: question, date, machine and versions, settings; then what was measured."""
     from kgo_shard.diff import report
 
-    facts = report.environment_facts() | {"memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"}
+    facts = report.environment_facts() | {"memory": f"{machine_gib():.0f} GiB"}
     return {"question": question, "date": datetime.date.today().isoformat(), "environment": facts, "settings": settings} | content
 
 

@@ -175,7 +175,7 @@ def main() -> int:
     chosen = (arguments.counts, arguments.local_batch, arguments.repeats, arguments.link_gbytes)
     found = run(options_of(arguments), arguments.datadir, *chosen, measure.show)
     measure.write(arguments.json, found)
-    from .draw import scaling_table
+    from .tables import scaling_table
 
     print(scaling_table(found), found["statement"], sep="\n")
     return 0
