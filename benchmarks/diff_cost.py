@@ -9,8 +9,6 @@ cores: the ratio says nothing about an accelerator, where a step is shorter and 
 """
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from kgo_shard.diff.recording import EXACT_FLAGS
 
-DATA = Path(__file__).parents[1] / "tests" / "data" / "selfplay19"
+from . import measure
 
 
 def run_plainly(side, tape):
@@ -33,7 +31,7 @@ def run_plainly(side, tape):
             return
 
 
-def measure(tape, repeats: int, show) -> dict[str, list[float]]:
+def time_diff(tape, repeats: int, show) -> dict[str, list[float]]:
     """Seconds of every repeat, "plain" and "diff". RuntimeError where the two sides are not equal."""
     from kgo_shard.diff import compare, run, shard_side
     from kgo_shard.diff.trace import record_states
@@ -65,35 +63,30 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--devices", type=int, default=8)
+    measure.add_devices(parser)
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
-    parser.add_argument("--datadir", type=Path, default=DATA)
+    parser.add_argument("--datadir", type=Path, default=measure.DATA)
     arguments = parser.parse_args()
     os.environ["XLA_FLAGS"] = " ".join(EXACT_FLAGS)
-    import jax
-    from rich.console import Console
-
+    devices = measure.use_devices(arguments.devices)
     from kgo_shard.batches import find_files
-    from kgo_shard.diff import report, run
+    from kgo_shard.diff import run
     from kgo_shard.diff.trace import Tape
 
-    jax.config.update("jax_num_cpu_devices", arguments.devices)
     options = {"pos_len": arguments.pos_len, "model_kind": arguments.model_kind, "batch_size": 16, "ema_decay": 0.999, "enable_history_matrices": True}
-    options |= {"data_parallel": True, "data_parallel_devices": arguments.devices}
-    tape = Tape(options, find_files(arguments.datadir / "train"), arguments.steps)
-    samples = measure(tape, arguments.repeats, lambda text: Console(stderr=True).print(text, highlight=False))
+    tape = Tape(options | measure.parallel(devices), find_files(arguments.datadir / "train"), arguments.steps)
+    samples = time_diff(tape, arguments.repeats, measure.show)
     medians = {name: statistics.median(times) for name, times in samples.items()}
-    results = {
-        "question": "seconds of a full-state diff as a multiple of running both sides without comparing",
-        "date": datetime.date.today().isoformat(),
-        "environment": report.environment_facts() | run.tape_facts(tape),
-        "samples": samples,
-        "ratio": medians["diff"] / medians["plain"],
-    }
-    print(f"{arguments.steps} steps, {arguments.model_kind}: a diff takes {results['ratio']:.2f} times what both sides take without it")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    found = measure.result(
+        "seconds of a full-state diff as a multiple of running both sides without comparing",
+        options | {"devices": devices, "optimizer": "adamw", "compute_dtype": "bfloat16", "rows": arguments.datadir.name, "steps": arguments.steps},
+        samples=samples,
+        ratios={"diff": medians["diff"] / medians["plain"]},
+    )
+    found["environment"] |= run.tape_facts(tape)
+    measure.write(arguments.json, found)
+    print(f"{arguments.steps} steps, {arguments.model_kind}: a diff takes {found['ratios']['diff']:.2f} times what both sides take without it")
     return 0
 
 

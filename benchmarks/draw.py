@@ -1,4 +1,4 @@
-"""Tables and a picture of the results, and the README's section about performance: drawn from the JSON, no number copied by hand.
+"""Tables and pictures of the results, and the README's section about performance: drawn from the JSON, no number copied by hand.
 
     python -m benchmarks.draw [--results FOLDER] [--readme FILE]
 """
@@ -10,67 +10,116 @@ import sys
 from pathlib import Path
 
 from . import measure
+from .tables import components_table, input_table, quality_lines, scaling_table, step_table, sweep_table, utilisation_lines
 
 BEGIN, END = "<!-- drawn by benchmarks.draw: begin -->", "<!-- drawn by benchmarks.draw: end -->"
-PIECES = ("place", "dispatch", "wait", "fetch")
+COLOURS = {"pmap": "tab:orange", "shard_map": "tab:blue"}
 
 
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def machine_lines(results: dict[str, dict]) -> list[str]:
+    """Each machine with its software, once, and the questions that were asked there."""
+    asked: dict[str, list[str]] = {}
+    for name, result in results.items():
+        facts = result["environment"]
+        line = f"{facts['processor']}, {facts.get('memory', 'memory not noted')}, {facts['devices'].partition(' x ')[2]}"
+        asked.setdefault(f"{line}; JAX {facts['JAX']} ({facts['pmap']}), Python {facts['Python']}, {facts['platform']}", []).append(name)
+    return [f"- {line}: {', '.join(names)}" for line, names in asked.items()]
 
 
-def machine_line(result: dict) -> str:
+def work_line(result: dict) -> str:
+    """What was run, when, from which commit."""
     facts, settings = result["environment"], result["settings"]
-    return (
-        f"{facts['processor']}, {facts['memory']}; JAX {facts['JAX']} ({facts['pmap']}), Python {facts['Python']}; commit "
-        f"{facts['commit'][:10]}{' with changes' if 'changes' in facts['commit'] else ''}, {result['date']}; {settings['model_kind']}, pos_len {settings['pos_len']}, batch {settings['batch_size']}, {settings['optimizer']}, "
-        f"{settings['compute_dtype']}, {settings['devices']} logical devices, rows of {settings['rows']}"
-    )
+    forms = {"model_kind": "{}", "pos_len": "pos_len {}", "batch_size": "batch {}", "optimizer": "{}", "compute_dtype": "{}", "devices": "{} devices", "rows": "rows of {}"}
+    commit = facts["commit"][:10] + (" with changes" if "changes" in facts["commit"] else "")
+    return ", ".join(form.format(settings[name]) for name, form in forms.items() if name in settings) + f"; commit {commit}, {result['date']}"
 
 
-def step_table(result: dict) -> str:
-    """A row for each contender: medians as multiples of pmap's in the same run."""
-    rows = []
-    for name, samples in result["samples"].items():
-        whole = measure.summary([step["whole"] for step in samples["latency"]])
-        pmap = measure.summary([step["whole"] for step in result["samples"]["pmap"]["latency"]])
-        pieces = [f"{statistics.median(step[piece] for step in samples['latency']) / pmap['median']:.3f}" for piece in PIECES]
-        compiling = result["compiling"].get(name)
-        base = result["compiling"]["pmap"]
-        compiled = "" if compiling is None else " ".join(f"{compiling[part] / base[part]:.2f}" for part in ("lowering", "compiling", "first run"))
-        rows.append([
-            name, f"{whole['median'] / pmap['median']:.2f}", f"{whole['90 %'] / pmap['median']:.2f}", f"{whole['spread'] / pmap['median']:.2f}",
-            f"{result['ratios']['rate'][name]:.2f}", *pieces, compiled,
-        ])  # fmt: skip
-    return table(["program", "latency", "90 %", "spread", "rate: time a step", *PIECES, "lowering, compiling, first run"], rows)
+def goal(text: str, value: float, limit: float, at_most: bool) -> str:
+    reached = value <= limit if at_most else value >= limit
+    return f"- {text}: {value:.4g}, the goal {'at most' if at_most else 'at least'} {limit:g}: {'reached' if reached else '**not reached**'}"
 
 
-def input_table(result: dict) -> str:
-    rows = [[name, f"{ratio:.2f}"] for name, ratio in result["ratios"].items()]
-    return table(["input: ours as a multiple of the original's", "ratio"], rows)
+def goals(results: dict[str, dict]) -> list[str]:
+    """What the migration was to reach, and whether it did."""
+    lines = []
+    if "step-adamw" in results:
+        lines.append(goal("latency of an AdamW step, shard_map / pmap", results["step-adamw"]["ratios"]["latency"]["shard_map"], 1.0, True))
+    if "input" in results:
+        found = results["input"]
+        for place in ("host", "finished"):
+            lines.append(goal(f"rows a second with history, {place}, ours / the original's", found["ratios"][f"with history and symmetry, {place}"], 4.0, False))
+        lines.append(goal("KB of a row to the device", found["bytes_a_row"]["ours"] / 1e3, 6.0, True))
+    return lines
 
 
 def section(results: dict[str, dict]) -> str:
-    """The README's section."""
-    parts = []
-    for name in ("step-adamw", "step-muon"):
+    """The README's section: the machines, the goals, then every question whose result is there. Empty where there is none."""
+    parts = ["\n".join(lines) for lines in (machine_lines(results), goals(results)) if lines]
+
+    def add(name: str, title: str, text: str, *more: str):
         if name in results:
-            parts += [f"**One training step** ({machine_line(results[name])}). Times are multiples of pmap's median in the same run.", step_table(results[name])]
-    if "input" in results:
-        sizes = results["input"]["bytes_a_row"]
-        parts += [
-            f"**Input** ({machine_line(results['input'])}): rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, "
-            f"the original's {sizes['original']:.0f}.",
-            input_table(results["input"]),
-        ]
-    if parts:
+            parts.extend([f"**{title}** ({work_line(results[name])}). {text}".strip(), *more])
+
+    def of(name: str, draw):
+        return draw(results[name]) if name in results else ""
+
+    for name in ("step-adamw", "step-muon"):
+        add(name, f"One training step, {name.removeprefix('step-')}", "Beside `ms`, times are multiples of pmap's median in the same run.", of(name, step_table))
+    sizes = results.get("input", {}).get("bytes_a_row", {"ours": 0, "original": 0})
+    add("input", "Input", f"Rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.", of("input", input_table))
+    add("scaling", "Scaling", of("scaling", lambda found: found["statement"]), of("scaling", scaling_table), "![Scaling](benchmarks/results/scaling.png)")
+    add("components", "Parts of a step", "Compiled apart; sums need not agree with the whole, see `benchmarks/components.py`.",
+        of("components", components_table), of("components", lambda found: "\n".join(f"- {line}" for line in utilisation_lines(found))))  # fmt: skip
+    add("quality", "Fixed quality", "", of("quality", lambda found: "\n".join(f"- {line}" for line in quality_lines(found))), "![Fixed quality](benchmarks/results/quality.png)")
+    add("sweep", "Sweep", "", of("sweep", sweep_table))
+    stalls = results.get("save_stall", {}).get("ratios")
+    add("save_stall", "Saving", stalls and f"The loop stands still for {stalls['stall']:.3f} of the original's blocking save; a step beside a save takes "
+        f"{stalls['beside']:.2f} times as long; a second start takes {stalls['start']:.2f} of the first.")  # fmt: skip
+    cost = results.get("diff_cost", {}).get("ratios")
+    add("diff_cost", "Comparing", cost and f"A comparison of the whole state after every step takes {cost['diff']:.2f} times what both sides take without.")
+    if any(result["environment"]["devices"].endswith("(cpu)") for result in results.values()):
         parts.append(
             "Logical CPU devices share the cores: `one device` with the same batch is what the others can reach at best there, and nothing here is a "
             "speed-up of real devices."
         )
     return "\n\n".join(parts)
+
+
+def draw_scaling(result: dict, axes):
+    for mode, style in (("fixed global batch", "o-"), ("fixed local batch", "s--")):
+        for name, colour in COLOURS.items():
+            rows = [row for row in result["rows"] if row["mode"] == mode and "samples" in row]
+            axes.plot([row["devices"] for row in rows], [1e3 * statistics.median(row["samples"][name]) for row in rows], style, color=colour, label=f"{name}, {mode}")
+    axes.set(xscale="log", yscale="log", xlabel="devices" + (" (logical, sharing the cores)" if result["shared_cores"] else ""), ylabel="ms a step")
+    axes.set_xticks(counts := sorted({row["devices"] for row in result["rows"]}), map(str, counts), minor=False)
+    axes.legend()
+
+
+def draw_quality(result: dict, axes):
+    for name, curves in result["samples"].items():
+        for seed, found in enumerate(curves):
+            samples, _, losses = zip(*found["curve"], strict=True)
+            axes.plot(samples, losses, "-" if name == "pmap" else ":", color=COLOURS[name], linewidth=1 if name == "pmap" else 3, label=None if seed else name)
+    axes.axhline(result["settings"]["target"], color="grey", linewidth=0.8)
+    axes.set(xlabel="training samples", ylabel="validation loss")
+    axes.legend()
+
+
+PICTURES = {"scaling": draw_scaling, "quality": draw_quality}
+
+
+def draw_pictures(results: dict[str, dict], folder: Path) -> list[Path]:
+    """A picture beside each result that is better looked at; the files that were written."""
+    from matplotlib.figure import Figure
+
+    written = []
+    for name, draw in PICTURES.items():
+        if name in results:
+            figure = Figure(figsize=(7, 4), layout="constrained")
+            draw(results[name], figure.subplots())
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            written.append(folder / f"{name}.png")
+    return written
 
 
 def main() -> int:
@@ -79,6 +128,7 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, help="rewrite the section between the markers of this file")
     arguments = parser.parse_args()
     results = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.results.glob("*.json"))}
+    draw_pictures(results, arguments.results)
     text = section(results)
     print(text)
     if arguments.readme is not None:

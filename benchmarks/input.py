@@ -3,7 +3,8 @@
     python -m benchmarks.input [--json FILE] [--datadir DATA] [--repeats 5] [--model-kind b12c192] ...
 
 Rows a second from compressed files on the disk to host batches, the original's loader against ours, in turns, with and without history
-and symmetry; and to arrays on the devices, finished (ours finishes them there). Bytes of a row as it is handed to the devices. Seconds
+and symmetry; and to finished arrays on one device (ours are finished there): one, because with several logical devices the time of
+starting a program on each of them would be all that is seen of it. Bytes of a row as it is handed to the devices. Seconds
 to save and to load a checkpoint in the original's format and in ours. Bytes of state on each device, by kind, and what the compiled
 step says of its own memory.
 """
@@ -29,7 +30,7 @@ def time_loaders(config, files, repeats: int, show) -> dict[str, dict[str, list[
 
     from .contenders import legacy_config
 
-    device_mesh = mesh.make_mesh(config)
+    device_mesh = mesh.make_mesh(config.replace(**measure.parallel(1)))
     expand = jax.jit(lambda rows: augment.expand({key: value[0] for key, value in rows.items()}, config.pos_len))
 
     def finish_ours(batch):
@@ -136,8 +137,7 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, show) -> dict:
     from kgo_shard.config import Config
 
     measure.refuse_unequal_work(options, datadir, devices)
-    parallel = {"data_parallel": devices > 1, "data_parallel_devices": devices if devices > 1 else 0}
-    config, files = Config(**options, **parallel, ema_decay=0.999), find_files(datadir / "train")
+    config, files = Config(**options, **measure.parallel(devices), ema_decay=0.999), find_files(datadir / "train")
     loaders = time_loaders(config, files, repeats, show)
     weights = row_bytes(config, files)
     medians = {mode: {name: statistics.median(rates) for name, rates in samples.items()} for mode, samples in loaders.items()}
@@ -158,10 +158,11 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, show) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    add_arguments(parser, repeats=5)
+    measure.add_devices(parser)
     arguments = parser.parse_args()
-    measure.use_devices(arguments.devices)
-    found = run(options_of(arguments), arguments.datadir, arguments.devices, arguments.repeats, lambda text: print(text, file=sys.stderr, flush=True))
+    devices = measure.use_devices(arguments.devices)
+    found = run(options_of(arguments), arguments.datadir, devices, arguments.repeats, measure.show)
     measure.write(arguments.json, found)
     for name, ratio in found["ratios"].items():
         print(f"{name}: ours {ratio:.2f} x the original's")

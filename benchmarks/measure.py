@@ -1,5 +1,6 @@
 """What every benchmark shares: who measures, with what, and how samples are summed up."""
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -7,27 +8,92 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parents[1] / "tests" / "data" / "selfplay19"
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data" / "selfplay19"
 RESULTS = Path(__file__).parent / "results"
+CACHE = ROOT / ".cache" / "jax"  # compiled programs, where nobody times compiling
+LOGICAL_DEVICES = 8
+
+# Dense bfloat16 TFLOP/s of one device, from the makers' data sheets (NVIDIA's without sparsity, half of what it prints for H100 and
+# H200) and from Google Cloud's pages of each TPU version. The first name that `device_kind` begins with holds.
+PEAK_TFLOPS = {
+    "NVIDIA B200": 2250.0, "NVIDIA H200": 989.4, "NVIDIA GH200": 989.4, "NVIDIA H100 PCIe": 756.5, "NVIDIA H100": 989.4, "NVIDIA A100": 312.0,
+    "TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5e": 197.0, "TPU v5": 459.0, "TPU v6": 918.0,
+}  # fmt: skip
 
 
-def use_devices(count: int):
-    """Have `count` logical devices where there is no accelerator; before JAX starts."""
+def use_devices(count: int) -> int:
+    """How many devices to use; before JAX starts. `count` of them, which are logical ones where there is no accelerator; 0 means all
+    accelerators, or eight logical devices. SystemExit where there are fewer."""
     import jax
 
-    jax.config.update("jax_num_cpu_devices", count)
-    if jax.local_device_count() < count:
-        raise SystemExit(f"{count} devices are asked for, this machine has {jax.local_device_count()}")
+    jax.config.update("jax_num_cpu_devices", count or LOGICAL_DEVICES)
+    there = jax.local_device_count()
+    if there < count:
+        raise SystemExit(f"{count} devices are asked for, this machine has {there}")
+    return count or there
+
+
+def add_devices(parser: argparse.ArgumentParser):
+    parser.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 8 logical devices where there is none")
+
+
+def keep_compiled():
+    """Keep compiled programs between processes, unless the environment says where; for scripts that time no compiling."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(CACHE))
+
+
+def parallel(devices: int) -> dict[str, Any]:
+    """The options of a run on so many devices."""
+    return {"data_parallel": devices > 1, "data_parallel_devices": devices if devices > 1 else 0}
+
+
+def known_peak(kind: str) -> float | None:
+    """Peak bfloat16 TFLOP/s of a device by its `device_kind`; None where the table lacks it, as for every CPU."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if kind.startswith(name)), None)
+
+
+def show(text: str):
+    """How far it is, where no result goes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def time_calls(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each call, in turns that rotate, every output awaited; one call before them compiles and warms up."""
+    import jax
+
+    for call in calls.values():
+        jax.block_until_ready(call())
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    with compiling_nothing():
+        for repeat in range(repeats):
+            for turn in range(len(order)):
+                name = order[(repeat + turn) % len(order)]
+                started = time.perf_counter()
+                jax.block_until_ready(calls[name]())
+                samples[name].append(time.perf_counter() - started)
+    return samples
+
+
+def machine_gib() -> float:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def result(question: str, settings: dict[str, Any], **content) -> dict[str, Any]:
     """The start of a result: question, date, machine and versions, settings; then what was measured."""
     from kgo_shard.diff import report
 
-    facts = report.environment_facts() | {"memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"}
+    facts = report.environment_facts() | {"memory": f"{machine_gib():.0f} GiB"}
     return {"question": question, "date": datetime.date.today().isoformat(), "environment": facts, "settings": settings} | content
 
 
@@ -70,10 +136,14 @@ class UnequalWork(RuntimeError):
 
 
 def refuse_unequal_work(options: dict[str, Any], datadir: Path, devices: int):
-    """UnequalWork unless one step of old and new is equal in every bit of state and metrics, in exact mode and a process of its own."""
+    """UnequalWork unless one step of old and new is equal in every bit of state and metrics, in exact mode and a process of its own.
+
+    On logical CPU devices, whatever is timed: there equal arithmetic gives equal bits, and an accelerator is not taken twice.
+    """
     words = [text for name, value in options.items() for text in words_of(name, value)]
     command = [sys.executable, "-m", "kgo_shard", "diff", "--exact", "--states-only", "--steps", "1", "--devices", str(devices)]
-    done = subprocess.run([*command, "--datadir", str(datadir), *words], capture_output=True, text=True, check=False)
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(CACHE)} | os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([*command, "--datadir", str(datadir), *words], capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise UnequalWork(f"{' '.join(command[3:])}: exit code {done.returncode}: {(done.stdout + done.stderr).strip()[-600:]}")
 

@@ -10,8 +10,6 @@ start of the process to its first log line, compiled anew and from the folder's 
 """
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-DATA = Path(__file__).parents[1] / "tests" / "data" / "selfplay19"
+from . import measure
 
 
 def measure_saves(config, batch, saves: int, folder: Path, show) -> dict[str, list[float]]:
@@ -82,34 +80,31 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
-    parser.add_argument("--datadir", type=Path, default=DATA)
+    parser.add_argument("--datadir", type=Path, default=measure.DATA)
     arguments = parser.parse_args()
     from kgo_shard.batches import find_files, read_packed_batches
     from kgo_shard.config import Config
-    from kgo_shard.diff import report
 
     options = {"pos_len": arguments.pos_len, "model_kind": arguments.model_kind, "batch_size": 8, "ema_decay": 0.999, "compute_dtype": "float32"}
-    words = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    words = [text for name, value in options.items() for text in measure.words_of(name, value)]
     words += ["--datadir", str(arguments.datadir), "--max-training-samples", "8", "--print-every", "1", "--max-val-batches", "1"]
     config = Config(**options)
     batch = next(read_packed_batches(find_files(arguments.datadir / "train"), config, 0))
     with tempfile.TemporaryDirectory() as folder:
         starts = measure_starts([*words, "--no-final-save"], Path(folder) / "starts")
-        samples = measure_saves(config, batch, arguments.saves, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
+        samples = measure_saves(config, batch, arguments.saves, Path(folder), measure.show)
     medians = {name: statistics.median(times) for name, times in samples.items()}
-    results = {
-        "question": "the stall of the loop for a save against the original's blocking save; a second start against the first",
-        "date": datetime.date.today().isoformat(),
-        "environment": report.environment_facts() | {"model": f"{arguments.model_kind}, pos_len {arguments.pos_len}"},
-        "samples": samples,
-        "starts": starts,
-        "stall ratio": medians["ours"] / medians["blocking"],
-        "start ratio": starts[1] / starts[0],
-    }
-    print(f"{arguments.model_kind}: the loop stands still for {results['stall ratio']:.4f} of a blocking save; a step beside a save takes "
-          f"{medians['beside'] / medians['alone']:.2f} times as long; the second start takes {results['start ratio']:.2f} of the first")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    found = measure.result(
+        "the stall of the loop for a save against the original's blocking save; a second start against the first",
+        options | {"devices": 1, "optimizer": config.optimizer, "rows": arguments.datadir.name, "saves": arguments.saves},
+        samples=samples,
+        starts=starts,
+        ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"], "start": starts[1] / starts[0]},
+    )
+    measure.write(arguments.json, found)
+    ratios = found["ratios"]
+    print(f"{arguments.model_kind}: the loop stands still for {ratios['stall']:.4f} of a blocking save; a step beside a save takes "
+          f"{ratios['beside']:.2f} times as long; the second start takes {ratios['start']:.2f} of the first")
     return 0
 
 

@@ -81,13 +81,13 @@ class Runner:
 
 
 def time_steps(contenders, repeats: int, window: int, show) -> dict[str, dict]:
-    """Samples of each contender: the pieces of every single step, and seconds a step of every window."""
+    """Samples of each contender: the pieces of every single step, and seconds a step of every window (no windows where it is 0)."""
     runners = [Runner(contender) for contender in contenders]
     samples = {runner.contender.name: {"latency": [], "rate": []} for runner in runners}
     for runner in runners:
         runner.latency()  # whatever a first call still has to do
     with measure.compiling_nothing():
-        for mode, times in (("latency", repeats), ("rate", max(2, repeats // 3))):
+        for mode, times in (("latency", repeats), ("rate", max(2, repeats // 3) if window else 0)):
             for repeat in range(times):
                 for turn in range(len(runners)):
                     runner = runners[(repeat + turn) % len(runners)]
@@ -124,8 +124,7 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
 
     show("one step of both stacks, compared in exact mode")
     measure.refuse_unequal_work(options, datadir, devices)
-    parallel = {"data_parallel": devices > 1, "data_parallel_devices": devices if devices > 1 else 0}
-    config, files = Config(**options, **parallel), find_files(datadir / "train")
+    config, files = Config(**options, **measure.parallel(devices)), find_files(datadir / "train")
     made = [
         programs.make_pmap(config, files, 2),
         programs.make_shard_map(config, files, 2),
@@ -155,15 +154,14 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser):
+def add_arguments(parser: argparse.ArgumentParser, repeats: int = 10):
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--compute-dtype", default="float32")
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--datadir", type=Path, default=measure.DATA)
 
 
@@ -175,10 +173,14 @@ def options_of(arguments) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
+    measure.add_devices(parser)
     parser.add_argument("--window", type=int, default=5)
     arguments = parser.parse_args()
-    measure.use_devices(arguments.devices)
-    found = run(options_of(arguments), arguments.datadir, arguments.devices, arguments.repeats, arguments.window, lambda text: print(text, file=sys.stderr, flush=True))
+    devices = measure.use_devices(arguments.devices)
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", False)  # compiling is timed
+    found = run(options_of(arguments), arguments.datadir, devices, arguments.repeats, arguments.window, measure.show)
     measure.write(arguments.json, found)
     for name, ratio in found["ratios"]["latency"].items():
         print(f"{name:12} latency {ratio:.2f} x pmap's, rate {found['ratios']['rate'][name]:.2f} x")
