@@ -15,6 +15,7 @@ from . import measure
 QUESTIONS = {
     "step-adamw": ("step", ["--optimizer", "adamw"]),
     "step-muon": ("step", ["--optimizer", "muon"]),
+    "split_state": ("split_state", []),
     "input": ("input", []),
     "save_stall": ("save_stall", []),
     "diff_cost": ("diff_cost", []),
