@@ -422,8 +422,8 @@ def short_batch_included():
     """The rest of a file as a batch of its own, filled up with the file's first rows."""
 
     def faulty(original):
-        def load(path, pos_len):
-            rows = original(path, pos_len)
+        def load(*arguments):
+            rows = original(*arguments)
             count = len(rows[layout.TARGETS])
             return {key: np.concatenate([value, value[: -count % SHORT_BATCH]]) for key, value in rows.items()}
 
