@@ -15,10 +15,12 @@ from kgo_shard import convert, mesh, optim, reduce, shares
 from kgo_shard.batches import find_files, read_packed_batches
 from kgo_shard.checkpoint import CheckpointError, from_own, load_checkpoint, save_checkpoint
 from kgo_shard.config import Config, ConfigError
-from kgo_shard.diff.collectives import lowered_collectives
+from kgo_shard.diff import split_audit
+from kgo_shard.diff.split_audit import SplitAudit, audit_split, total_sent
+from kgo_shard.diff.trace import Tape
 from kgo_shard.mesh import AXIS, make_mesh
 from kgo_shard.state import init_state, to_host
-from kgo_shard.step import compile_steps, head_outputs, make_eval_step, make_gradient, make_probe, make_train_step
+from kgo_shard.step import head_outputs, make_eval_step, make_gradient, make_probe, make_train_step
 from kgo_shard.store import read
 from kgo_shard.train import train
 
@@ -196,41 +198,44 @@ def test_a_value_that_is_not_finite_on_one_device_stops_all(rows9):
 # Collectives
 
 
-def lowered(config: Config, rows9):
-    rows = mesh.put_batches(make_mesh(config), [next(read_packed_batches(find_files(rows9 / "train"), config, config.seed))])
-    schedule = mesh.put(make_mesh(config), optim.make_schedule(config, 0, 1), "schedule")
-    return lowered_collectives(compile_steps(config, make_mesh(config)).lower(init_state(config).learned, rows, schedule).as_text())
+def audit(rows9, devices=8, **options) -> SplitAudit:
+    options = OPTIONS | {"data_parallel_devices": devices, "shard_state": "data"} | options
+    return audit_split(Tape(options, find_files(rows9 / "train"), 1))
 
 
-def sent(collectives) -> float:
-    """Bytes that a device sends in a ring: an all-reduce is a reduce-scatter and an all-gather of its operand."""
-    ring = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": None, "all_to_all": 1}
-    return sum(count * c.bytes * (c.devices if c.kind == "all_gather" else ring[c.kind]) * (c.devices - 1) / c.devices for c, count in collectives.items())
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (8, {"compute_dtype": "bfloat16"}),
+        pytest.param(6, MUON | {"log_grad_norm": True, "stack_blocks": True, "objective": "global"}, marks=pytest.mark.long),
+        pytest.param(16, MUON | {"muon_target": "attn", "fuse_projections": True, "param_dtype": "bfloat16"}, marks=pytest.mark.long),
+    ],
+)
+def test_every_collective_is_foretold_from_the_shapes(devices, options, rows9):
+    found = audit(rows9, devices, **options)
+    assert found.explained, found.verdict()
+    kinds = {kind: sum(n for c, n in found.found.items() if c.kind == kind) for kind in ("reduce_scatter", "all_gather")}
+    leaves = len(jax.tree.leaves(init_state(config_of(devices, **options)).learned.net))
+    assert kinds == {"reduce_scatter": leaves, "all_gather": leaves}
+    assert not [c for c in found.found if c.kind == "all_reduce" and c.elements > 26], "no gradient is reduced whole"
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
-def test_reduce_scatter_and_gather_carry_what_the_all_reduce_did(compute_dtype, rows9):
-    config = config_of(8, compute_dtype=compute_dtype)
-    split, whole = (lowered(config.replace(shard_state=kind), rows9) for kind in ("data", "none"))
-    leaves = jax.tree.leaves(shares.whole_shapes(init_state(config).learned.net))
-    kinds = {kind: sum(n for c, n in split.items() if c.kind == kind) for kind in ("reduce_scatter", "all_gather", "all_to_all")}
-    assert kinds == {"reduce_scatter": len(leaves), "all_gather": len(leaves), "all_to_all": 0}
-    assert not [c for c in split if c.kind == "all_reduce" and c.elements > 26], "no gradient is reduced whole"
+def test_reduce_scatter_and_gather_carry_what_the_all_reduce_did(rows9):
+    found = audit(rows9)
+    leaves = jax.tree.leaves(shares.whole_shapes(init_state(config_of(8)).learned.net))
     padding = sum(8 * max(2, -(-leaf.size // 8)) - leaf.size for leaf in leaves)
-    extra = 2 * 7 / 8 * 4 * (padding + 1)  # and one number: whether all shares are finite
-    assert sent(split) <= sent(whole) + extra
-    if compute_dtype == "float32":
-        assert sent(split) == pytest.approx(sent(whole) + extra)
-    else:  # half of what is gathered are two bytes a number
-        assert sent(split) < 0.8 * sent(whole)
+    finite = found.foretold[split_audit.FINITE]
+    assert 0 < padding < 100
+    assert total_sent(found.found - finite) == total_sent(found.replicated) + 2 * 7 / 8 * 4 * padding
+    assert total_sent(audit(rows9, compute_dtype="bfloat16").found) < 0.8 * total_sent(found.replicated), "matrices are gathered in two bytes"
 
 
-def test_muon_sends_two_bytes_a_number_to_one_device_and_back(rows9):
-    config = config_of(8, optimizer="muon")
-    found = [(c, n) for c, n in lowered(config, rows9).items() if c.kind == "all_to_all"]
-    # 6 matrices (q, k, v) of 32x32, 2 of 32x32, 4 of 64x32, 2 of 32x64, each group dealt as two a device
-    assert {c.dtype for c, _ in found} == {"bf16"} and sum(n for _, n in found) == 2 * 4
-    assert sorted(c.elements for c, n in found for _ in range(n)) == sorted(2 * [16 * 128, 16 * 128, 16 * 256, 16 * 256])
+def test_a_collective_that_nobody_foretold_is_named(rows9, monkeypatch):
+    plain = reduce.mean_shares
+    monkeypatch.setattr(reduce, "mean_shares", lambda g: plain(jax.tree.map(lambda x: reduce.to_local(jax.lax.pmean(x, AXIS)), g)))
+    found = audit(rows9)
+    assert not found.explained and "UNEXPLAINED: " in found.verdict()
+    assert "all_reduce of 6336 f32" in found.verdict(), found.verdict()
 
 
 # Checkpoints
