@@ -1,8 +1,8 @@
 """Every question, one after the other, into `benchmarks/results`; then the tables, the pictures and the README's section are drawn.
 
-    python -m benchmarks [--only step-adamw ...] [--results FOLDER] [options of a script]
+    python -m benchmarks [--only step-adamw ...] [--results FOLDER] [--readme FILE] [options of the scripts that are named by --only]
 
-About half an hour on two cores. Each question runs in a process of its own; a question that fails is named and the others still run.
+About half an hour on two cores; on an accelerator the same command takes all devices there are. Each question runs in a process of its own; a question that fails is named and the others still run.
 """
 
 import argparse
@@ -14,9 +14,13 @@ from . import measure
 
 QUESTIONS = {
     "step-adamw": ("step", ["--optimizer", "adamw"]),
-    "step-muon": ("step", ["--optimizer", "muon"]),
+    "step-muon": ("step", ["--optimizer", "muon", "--repeats", "6", "--window", "3"]),
     "split_state": ("split_state", []),
     "input": ("input", []),
+    "scaling": ("scaling", []),
+    "components": ("components", []),
+    "quality": ("quality", []),
+    "sweep": ("sweep", []),
     "save_stall": ("save_stall", []),
     "diff_cost": ("diff_cost", []),
 }
@@ -26,6 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
+    parser.add_argument("--readme", type=Path, help="also rewrite the section between the markers of this file")
     arguments, others = parser.parse_known_args()
     failed = []
     for name in arguments.only:
@@ -34,7 +39,9 @@ def main() -> int:
         command = [sys.executable, "-m", f"benchmarks.{script}", *words, *others, "--json", str(arguments.results / f"{name}.json")]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
-    if subprocess.run([sys.executable, "-m", "benchmarks.draw", "--results", str(arguments.results)], check=False).returncode:
+    command = [sys.executable, "-m", "benchmarks.draw", "--results", str(arguments.results)]
+    command += [] if arguments.readme is None else ["--readme", str(arguments.readme)]
+    if subprocess.run(command, check=False).returncode:
         failed.append("draw")
     print(f"failed: {', '.join(failed)}" if failed else f"results in {arguments.results}")
     return 1 if failed else 0

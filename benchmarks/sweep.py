@@ -49,6 +49,7 @@ def settings_of(options: dict, kinds: list[str], batches: list[int], muon_settin
 def measure_one(options: dict, datadir: Path, devices: int, repeats: int, memory_gib: float | None) -> dict[str, Any]:
     """One row, in this process: seconds of every step of both stacks, the compiled programs' bytes; or why there is nothing."""
     import jax
+    import legacy_pmap
 
     from kgo_shard.batches import find_files
     from kgo_shard.config import Config, ConfigError
@@ -68,8 +69,8 @@ def measure_one(options: dict, datadir: Path, devices: int, repeats: int, memory
         if memory_gib is not None and max(needs.values()) > memory_gib * 2**30:
             return {"bytes": needs, "does not fit": f"needs {max(needs.values()) / 2**30:.2f} GiB, the limit is {memory_gib:g} GiB"}
         steps = time_steps(made, repeats, 0, lambda _: None)
-    except (ConfigError, StopIteration) as error:
-        return {"does not fit": str(error) or f"fewer rows in a file than a batch of {options['batch_size']}"}
+    except (ConfigError, legacy_pmap.data.DataError) as error:  # of the devices or the model; a batch that no file has rows for
+        return {"does not fit": str(error).replace(f"{datadir}/", "")}
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -1,0 +1,118 @@
+"""Every benchmark runs at the smallest size and keeps every sample; unequal work is refused before anything is timed."""
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+
+from benchmarks import components, contenders, draw, input, measure, quality, save_stall, scaling, step, sweep
+from kgo_shard.batches import find_files
+from kgo_shard.config import Config
+from kgo_shard.diff.faults import FAULTS
+
+pytestmark = pytest.mark.long
+OPTIONS = dict(model_kind="b2c32", pos_len=9, batch_size=16, optimizer="adamw", compute_dtype="float32", enable_history_matrices=True)
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """What was compared in exact mode: its own test does it, the scripts' tests only see that it is asked for first."""
+    asked = []
+    monkeypatch.setattr(measure, "refuse_unequal_work", lambda options, datadir, devices: asked.append((options["optimizer"], devices)))
+    return asked
+
+
+def silent(_):
+    pass
+
+
+def test_equal_work_passes_and_a_planted_fault_is_refused(rows9):
+    measure.refuse_unequal_work(OPTIONS, rows9, 2)
+    with pytest.raises(measure.UnequalWork, match="(?s)exit code 1.*DIFFERENT: first at step 1"):
+        measure.refuse_unequal_work(OPTIONS | {"fault": "gradients_summed"}, rows9, 2)
+
+
+def test_the_step(compared, rows9):
+    found = step.run(OPTIONS, rows9, 2, 2, 1, silent)
+    assert compared == [("adamw", 2)]
+    assert set(found["samples"]) == {"pmap", "shard_map", "jit", "one device", "pmap, [0]"}
+    for samples in found["samples"].values():
+        assert len(samples["latency"]) == len(samples["rate"]) == 2
+        assert all(one["whole"] == pytest.approx(sum(one[piece] for piece in ("place", "dispatch", "wait", "fetch"))) for one in samples["latency"])
+    assert found["ratios"]["latency"]["pmap"] == 1 and {len(times) for times in found["reading"].values()} == {2}
+    assert "| shard_map |" in draw.section({"step-adamw": found}) and "an AdamW step" in draw.section({"step-adamw": found})
+
+
+def test_automatic_sharding_that_does_something_else_is_refused(rows9):
+    config, files = Config(**OPTIONS, **measure.parallel(2)), find_files(rows9 / "train")
+    with FAULTS["stop_gradient_dropped"].plant(), pytest.raises(measure.UnequalWork, match="first at step 1, stage moments"):
+        measure.refuse_unequal_automatic(config, files, contenders.make_automatic(config, files, 1))
+
+
+def test_scaling(compared, rows9):
+    found = scaling.run(OPTIONS, rows9, [2, 32], 8, 2, 100.0, silent)
+    assert compared == [("adamw", 2)]
+    assert [(row["mode"], row["devices"], row["batch_size"]) for row in found["rows"]] == [
+        (scaling.GLOBAL, 2, 16), (scaling.GLOBAL, 32, 16), (scaling.LOCAL, 2, 16), (scaling.LOCAL, 32, 256)]  # fmt: skip
+    row, too_many, same, _ = found["rows"]
+    assert {name: len(times) for name, times in row["samples"].items()} == {"pmap": 2, "shard_map": 2} and same["samples"] == row["samples"]
+    # One for each of 29 leaves, two moving statistics and the vector of metrics; on one device there is none to time.
+    assert {sent["arrays"] for sent in row["collectives"].values()} == {32} and len(row["collectives alone"]) == 2
+    assert row["predicted"] == row["collectives"]["shard_map"]["bytes"] / 100e9 and scaling.time_collectives(None, Counter(), 2) == []
+    assert "divide" in too_many["not run"] and "samples" not in too_many
+    text = draw.section({"scaling": found})
+    assert text.count("| fixed global batch |") == 2 and "share the cores" in text
+
+
+def test_components(compared, rows9, tmp_path):
+    found = components.run(OPTIONS | {"optimizer": "muon"}, rows9, 2, 2, 1.5, silent, longest=1e-4)
+    assert compared == [("muon", 2)]
+    assert {len(times) for times in found["samples"].values()} == {2}
+    assert {"stem", "norm", "attention", "ffn", "block", "trunk", "heads", "forward", "loss", "gradient", "mean", "optimizer", "step"} <= set(found["samples"])
+    assert set(found["sums"]) == set(components.SUMS) and set(found["peaks"]) == {"float32"}
+    model, both = (found["utilisation"][work] for work in ("model", "with Muon"))
+    assert set(model) == {"measured", "stated"} and 0 < model["stated"] < both["stated"]
+    assert model["stated"] / model["measured"] == pytest.approx(found["peaks"]["float32"]["flops"] / 3e12)
+    assert "| attention |" in draw.section({"components": found}) and "of the stated peak" in draw.section({"components": found})
+
+
+def test_quality_is_not_inferior_and_with_half_the_rate_it_is(compared, rows9, tmp_path):
+    options = OPTIONS | {"batch_size": 32, "lr": 2e-3, "warmup_samples": 64, "lr_schedule": "constant"}
+    equal, worse = (quality.run(options, rows9, 2, 3, 52.0, 0.05, 128, 2048, silent, changes) for changes in ({}, {"lr": 1e-3}))
+    assert compared == [("adamw", 2)] * 2
+    assert {name: len(seeds) for name, seeds in equal["samples"].items()} == {"pmap": 3, "shard_map": 3}
+    assert all(seed["reached"] and seed["curve"][-1][2] <= 52 for seeds in equal["samples"].values() for seed in seeds)
+    assert equal["verdicts"]["samples"]["verdict"] == "not inferior" and worse["verdicts"]["samples"]["verdict"] == "inferior"
+    assert "not inferior" in draw.section({"quality": equal})
+    assert [path.name for path in draw.draw_pictures({"quality": equal}, tmp_path)] == ["quality.png"] and (tmp_path / "quality.png").stat().st_size > 1000
+
+
+def test_a_sweep_has_a_row_for_what_does_not_fit(compared, rows9):
+    kinds = [OPTIONS | {"batch_size": size} for size in (3, 4, 512)]
+    found = sweep.run(kinds, rows9, 2, 2, None, 300, silent)
+    assert compared == [("adamw", 2)]
+    ran, odd, large = found["rows"]
+    assert ran["options"]["batch_size"] == 4 and {name: len(times) for name, times in ran["samples"].items()} == {"pmap": 2, "shard_map": 2}
+    assert "divide" in odd["does not fit"] and "none of 2 files holds the 512 rows" in large["does not fit"]
+    assert "the limit is 0.001 GiB" in sweep.measure_one(kinds[1], rows9, 2, 1, 0.001)["does not fit"]
+    assert draw.section({"sweep": found}).count("does not fit") == 2
+
+
+def test_input(compared, rows9):
+    found = input.run(OPTIONS, rows9, 2, 1, silent)
+    assert compared == [("adamw", 2)]
+    assert {len(rates) for mode in found["rows_a_second"].values() for rates in mode.values()} == {1}
+    assert {name: len(times) for name, times in found["checkpoints"].items()} == dict.fromkeys(("save, original's", "load, original's", "save, ours", "load, ours"), 1)
+    assert found["bytes_a_row"]["ours"] < found["bytes_a_row"]["original"] / 4
+    assert "rows a second with history" in draw.section({"input": found})
+
+
+def test_save_stall(rows9, tmp_path, monkeypatch):
+    out = tmp_path / "found.json"
+    words = ["--model-kind", "b2c32", "--pos-len", "9", "--datadir", str(rows9), "--saves", "2", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["save_stall", *words])
+    assert save_stall.main() == 0
+    found = json.loads(out.read_text())
+    assert {len(times) for times in found["samples"].values()} == {2} and len(found["starts"]) == 2
+    assert "stands still" in draw.section({"save_stall": found})
