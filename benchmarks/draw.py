@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from . import measure
-from .tables import components_table, input_table, quality_lines, scaling_table, step_table, sweep_table, utilisation_lines
+from .tables import components_table, input_table, quality_lines, scaling_table, split_lines, split_table, step_table, sweep_table, utilisation_lines
 
 BEGIN, END = "<!-- drawn by benchmarks.draw: begin -->", "<!-- drawn by benchmarks.draw: end -->"
 COLOURS = {"pmap": "tab:orange", "shard_map": "tab:blue"}
@@ -44,6 +44,14 @@ def goals(results: dict[str, dict]) -> list[str]:
     lines = []
     if "step-adamw" in results:
         lines.append(goal("latency of an AdamW step, shard_map / pmap", results["step-adamw"]["ratios"]["latency"]["shard_map"], 1.0, True))
+    if "split_state" in results:
+        found = results["split_state"]
+        for rule, limit in (("adamw", 1.0), ("muon", 0.78)):
+            lines.append(goal(f"a step with split state, {rule}, of pmap's", found["ratios"][f"split, {rule}"], limit, True))
+        lines.append(goal("what full Muon adds to it, of what it adds to pmap's", found["ratios"]["added by Muon, split"], 0.25, True))
+        lines.append(goal("the split Muon step on most devices, of one device's", found["growth"]["largest to one device"], 1.15, True))
+        held = found["bytes_held"]
+        lines.append(goal("bytes of state on a device, split / replicated", held["split, muon"] / held["replicated, muon"], 0.2, True))
     if "input" in results:
         found = results["input"]
         for place in ("host", "finished"):
@@ -65,6 +73,8 @@ def section(results: dict[str, dict]) -> str:
 
     for name in ("step-adamw", "step-muon"):
         add(name, f"One training step, {name.removeprefix('step-')}", "Beside `ms`, times are multiples of pmap's median in the same run.", of(name, step_table))
+    add("split_state", "State split over the devices", "Steps in turns in one process.", of("split_state", split_table),
+        of("split_state", lambda found: "\n".join(f"- {line}" for line in split_lines(found))))  # fmt: skip
     sizes = results.get("input", {}).get("bytes_a_row", {"ours": 0, "original": 0})
     add("input", "Input", f"Rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.", of("input", input_table))
     add("scaling", "Scaling", of("scaling", lambda found: found["statement"]), of("scaling", scaling_table), "![Scaling](benchmarks/results/scaling.png)")

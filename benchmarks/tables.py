@@ -79,6 +79,31 @@ def utilisation_lines(result: dict) -> list[str]:
     return lines
 
 
+def split_table(result: dict) -> str:
+    """A row for each program and optimizer: milliseconds, multiples of pmap's, bytes of state on a device, the peak of the compiled step."""
+    rows = []
+    for name, samples in result["samples"].items():
+        pmap = result["samples"]["pmap, " + name.partition(", ")[2]]
+        held, peak = result["bytes_held"].get(name), result["bytes_at_most"][name]
+        ratio = f"{statistics.median(samples) / statistics.median(pmap):.2f}"
+        rows.append([name, milliseconds(samples), ratio, f"{held / 1e6:.4g}" if held else "", f"{peak / 1e6:.4g}" if peak else "not told"])
+    return table(["step", "ms (spread)", "of pmap's", "MB of state on a device", "MB at the peak"], rows)
+
+
+def split_lines(result: dict) -> list[str]:
+    """What Muon adds, how its step grows with the devices, and a chip's work at full size on paper."""
+    ratios, grown, paper = result["ratios"], result["growth"]["samples"], result["on_paper"]
+    lines = [f"what full Muon adds to AdamW's step, {side}: {ratios[f'added by Muon, {side}']:.2f} of what it adds to pmap's" for side in ("replicated", "split")]
+    counts = ", ".join(f"{count}: {milliseconds(samples)}" for count, samples in grown.items())
+    lines.append(f"the split Muon step by devices, same global batch, ms: {counts}; the last is {result['growth']['largest to one device']:.2f} times the first")
+    for name, chip in paper["chip"].items():
+        lines.append(
+            f"on paper, {paper['devices']} chips, {paper['settings']['model_kind']}, batch {paper['settings']['batch_size']}, {name}: a chip and step "
+            f"{chip['model'] / 1e12:.3g} TFLOP for the model, {chip['muon'] / 1e12:.3g} for Muon; {chip['sent'] / 1e9:.3g} GB sent; {chip['state'] / 1e9:.3g} GB of state"
+        )
+    return lines
+
+
 def quality_lines(result: dict) -> list[str]:
     """The verdict on samples and on seconds, each in one line."""
     lines, settings = [], result["settings"]

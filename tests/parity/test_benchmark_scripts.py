@@ -4,12 +4,14 @@ import json
 import sys
 from collections import Counter
 
+import jax
 import pytest
 
-from benchmarks import components, contenders, draw, input, measure, quality, save_stall, scaling, step, sweep
+from benchmarks import components, contenders, draw, input, measure, quality, save_stall, scaling, split_state, step, sweep
 from kgo_shard.batches import find_files
 from kgo_shard.config import Config
 from kgo_shard.diff.faults import FAULTS
+from kgo_shard.state import learned_shapes
 
 pytestmark = pytest.mark.long
 OPTIONS = dict(model_kind="b2c32", pos_len=9, batch_size=16, optimizer="adamw", compute_dtype="float32", enable_history_matrices=True)
@@ -63,6 +65,33 @@ def test_scaling(compared, rows9):
     assert "divide" in too_many["not run"] and "samples" not in too_many
     text = draw.section({"scaling": found})
     assert text.count("| fixed global batch |") == 2 and "share the cores" in text
+
+
+def test_the_split_state(compared, rows9):
+    found = split_state.run(OPTIONS, rows9, 2, 2, [1, 2])
+    assert compared == [("adamw", 2), ("muon", 2)]
+    assert {name: len(times) for name, times in found["samples"].items()} == dict.fromkeys(
+        (f"{side}, {rule}" for rule in ("adamw", "muon") for side in ("pmap", "replicated", "split")), 2)  # fmt: skip
+    assert {count: len(times) for count, times in found["growth"]["samples"].items()} == {1: 2, 2: 2}
+    held = found["bytes_held"]
+    assert 0.5 <= held["split, muon"] / held["replicated, muon"] < 0.51
+    text = draw.section({"split_state": found})
+    assert "| split, muon |" in text and "on paper, 8 chips, b24c1024" in text and text.count("the goal at most") == 5
+
+
+def test_what_muon_adds_is_a_share_of_what_it_adds_to_pmap():
+    seconds = {"pmap": (2, 3), "replicated": (2, 4), "split": (1, 1.25)}
+    found = split_state.ratios_of({f"{side}, {rule}": [s] for side, two in seconds.items() for rule, s in zip(("adamw", "muon"), two, strict=True)})
+    assert found["added by Muon, split"] == 0.25 and found["added by Muon, replicated"] == 2 and found["split, adamw"] == 0.5
+
+
+def test_on_paper_a_chip_does_an_eighth_of_muon_and_sends_less():
+    chips = split_state.on_paper(8)
+    assert chips["split"]["muon"] * 8 == chips["replicated"]["muon"] and chips["split"]["state"] * 8 == chips["replicated"]["state"]
+    # The figures for b24c1024 with 16 rows a chip: 6.3 on top of 12 TFLOP.
+    assert round(chips["replicated"]["muon"] / 1e12, 1) == 6.3 and round(chips["replicated"]["model"] / 1e12) == 12
+    params = sum(leaf.size for leaf in jax.tree.leaves(learned_shapes(Config(model_kind="b24c1024")).net))
+    assert chips["split"]["sent"] < chips["replicated"]["sent"] == 2 * 7 / 8 * 4 * params
 
 
 def test_components(compared, rows9, tmp_path):
