@@ -12,7 +12,7 @@ logical CPU devices, which share the cores, it is the cores'.
 
 Sums of parts stand beside their whole. They need not agree: each part writes its results to memory and is started apart, while in the
 whole the compiler fuses and shares work across borders, and keeps what one part leaves in cache for the next; the whole has work of its
-own, too (sums of metrics, the check for finite numbers).
+own, too (sums of metrics, the check for finite numbers), and runs inside a scan over the steps of a call.
 """
 
 import argparse
@@ -78,17 +78,18 @@ def make_calls(config, files) -> dict:
     device_mesh = mesh.make_mesh(config)
     whole = contenders.make_shard_map(config, files, 1)
     placed, learned = whole.place(whole.batches[0]), whole.start()
+    rows, _ = placed
 
     def expand(rows):
         return augment.expand(step.first_batch(rows), config.pos_len)
 
     expanded = jax.jit(mesh.shard(expand, device_mesh, inputs=("batch",), outputs="local"))
-    parts = profile.make_parts(learned.net, expanded(placed), make_tables(config.model), config.loss_profile)
+    parts = profile.make_parts(learned.net, expanded(rows), make_tables(config.model), config.loss_profile)
     ffn_call, (_, x) = parts["ffn"]
     parts["norm"] = (ffn_call, (profile.first_block(learned.net).norm_ffn, x))
     objective, *inputs = parts["objective"]
     parts["gradient"] = (profile.with_backward(objective), *inputs)
-    calls = {"expand": lambda: expanded(placed)}
+    calls = {"expand": lambda: expanded(rows)}
     for name in ("stem", "norm", "attention", "ffn", "block", "trunk", "heads", "forward", "loss", "gradient"):
         calls[name] = on_each_device(parts[name][0], device_mesh, *parts[name][1:])
 

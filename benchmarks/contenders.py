@@ -84,14 +84,15 @@ def make_automatic(config: Config, files: Sequence[Path], num_batches: int) -> C
 
 
 def make_ours(name: str, config: Config, files: Sequence[Path], num_batches: int, run: Callable, device_mesh) -> Contender:
-    schedule = mesh.put(device_mesh, optim.make_schedule(config, 0, 1), "schedule")
+    schedule = optim.make_schedule(config, 0, 1)
     stream = read_packed_batches(epoch_files(files, config.seed), config, config.seed)
     batches = [next(stream) for _ in range(num_batches)]
     start = lambda: init_state(config).learned  # noqa: E731
-    place = lambda batch: mesh.put_batches(device_mesh, [batch])  # noqa: E731
-    call = lambda learned, rows: run(learned, rows, schedule)  # noqa: E731
+    # The schedule goes up with every batch, as in training: pmap's call takes its own from the host, too.
+    place = lambda batch: (mesh.put_batches(device_mesh, [batch]), mesh.put(device_mesh, schedule, "schedule"))  # noqa: E731
+    call = lambda learned, placed: run(learned, *placed)  # noqa: E731
     learned = start()
-    lower = lambda: run.lower(learned, place(batches[0]), schedule)  # noqa: E731
+    lower = lambda: run.lower(learned, *place(batches[0]))  # noqa: E731
     return Contender(name, device_mesh.size, batches, start, place, call, jax.device_get, lower)
 
 

@@ -74,7 +74,13 @@ def main() -> int:
     from kgo_shard.diff import run
     from kgo_shard.diff.trace import Tape
 
-    options = {"pos_len": arguments.pos_len, "model_kind": arguments.model_kind, "batch_size": 16, "ema_decay": 0.999, "enable_history_matrices": True}
+    options = {
+        "pos_len": arguments.pos_len,
+        "model_kind": arguments.model_kind,
+        "batch_size": 16,
+        "ema_decay": 0.999,
+        "enable_history_matrices": True,
+    }
     tape = Tape(options | measure.parallel(devices), find_files(arguments.datadir / "train"), arguments.steps)
     samples = time_diff(tape, arguments.repeats, measure.show)
     medians = {name: statistics.median(times) for name, times in samples.items()}

@@ -29,7 +29,15 @@ def machine_lines(results: dict[str, dict]) -> list[str]:
 def work_line(result: dict) -> str:
     """What was run, when, from which commit."""
     facts, settings = result["environment"], result["settings"]
-    forms = {"model_kind": "{}", "pos_len": "pos_len {}", "batch_size": "batch {}", "optimizer": "{}", "compute_dtype": "{}", "devices": "{} devices", "rows": "rows of {}"}
+    forms = {
+        "model_kind": "{}",
+        "pos_len": "pos_len {}",
+        "batch_size": "batch {}",
+        "optimizer": "{}",
+        "compute_dtype": "{}",
+        "devices": "{} devices",
+        "rows": "rows of {}",
+    }
     commit = facts["commit"][:10] + (" with changes" if "changes" in facts["commit"] else "")
     return ", ".join(form.format(settings[name]) for name, form in forms.items() if name in settings) + f"; commit {commit}, {result['date']}"
 
@@ -55,7 +63,11 @@ def goals(results: dict[str, dict]) -> list[str]:
     if "input" in results:
         found = results["input"]
         for place in ("host", "finished"):
-            lines.append(goal(f"rows a second with history, {place}, ours / the original's", found["ratios"][f"with history and symmetry, {place}"], 4.0, False))
+            lines.append(
+                goal(
+                    f"rows a second with history, {place}, ours / the original's", found["ratios"][f"with history and symmetry, {place}"], 4.0, False
+                )
+            )
         lines.append(goal("KB of a row to the device", found["bytes_a_row"]["ours"] / 1e3, 6.0, True))
     return lines
 
@@ -72,21 +84,52 @@ def section(results: dict[str, dict]) -> str:
         return draw(results[name]) if name in results else ""
 
     for name in ("step-adamw", "step-muon"):
-        add(name, f"One training step, {name.removeprefix('step-')}", "Beside `ms`, times are multiples of pmap's median in the same run.", of(name, step_table))
-    add("split_state", "State split over the devices", "Steps in turns in one process.", of("split_state", split_table),
-        of("split_state", lambda found: "\n".join(f"- {line}" for line in split_lines(found))))  # fmt: skip
+        add(
+            name,
+            f"One training step, {name.removeprefix('step-')}",
+            "Beside `ms`, times are multiples of pmap's median in the same run.",
+            of(name, step_table),
+        )
+    add(
+        "split_state",
+        "State split over the devices",
+        "Steps in turns in one process.",
+        of("split_state", split_table),
+        of("split_state", lambda found: "\n".join(f"- {line}" for line in split_lines(found))),
+    )
     sizes = results.get("input", {}).get("bytes_a_row", {"ours": 0, "original": 0})
-    add("input", "Input", f"Rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.", of("input", input_table))
-    add("scaling", "Scaling", of("scaling", lambda found: found["statement"]), of("scaling", scaling_table), "![Scaling](benchmarks/results/scaling.png)")
+    add(
+        "input",
+        "Input",
+        f"Rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.",
+        of("input", input_table),
+    )
+    add(
+        "scaling",
+        "Scaling",
+        of("scaling", lambda found: found["statement"]),
+        of("scaling", scaling_table),
+        "![Scaling](benchmarks/results/scaling.png)",
+    )
     add("components", "Parts of a step", "Compiled apart; sums need not agree with the whole, see `benchmarks/components.py`.",
         of("components", components_table), of("components", lambda found: "\n".join(f"- {line}" for line in utilisation_lines(found))))  # fmt: skip
-    add("quality", "Fixed quality", "", of("quality", lambda found: "\n".join(f"- {line}" for line in quality_lines(found))), "![Fixed quality](benchmarks/results/quality.png)")
+    add(
+        "quality",
+        "Fixed quality",
+        "",
+        of("quality", lambda found: "\n".join(f"- {line}" for line in quality_lines(found))),
+        "![Fixed quality](benchmarks/results/quality.png)",
+    )
     add("sweep", "Sweep", "", of("sweep", sweep_table))
     stalls = results.get("save_stall", {}).get("ratios")
     add("save_stall", "Saving", stalls and f"The loop stands still for {stalls['stall']:.3f} of the original's blocking save; a step beside a save takes "
         f"{stalls['beside']:.2f} times as long; a second start takes {stalls['start']:.2f} of the first.")  # fmt: skip
     cost = results.get("diff_cost", {}).get("ratios")
-    add("diff_cost", "Comparing", cost and f"A comparison of the whole state after every step takes {cost['diff']:.2f} times what both sides take without.")
+    add(
+        "diff_cost",
+        "Comparing",
+        cost and f"A comparison of the whole state after every step takes {cost['diff']:.2f} times what both sides take without.",
+    )
     if any(result["environment"]["devices"].endswith("(cpu)") for result in results.values()):
         parts.append(
             "Logical CPU devices share the cores: `one device` with the same batch is what the others can reach at best there, and nothing here is a "
@@ -99,7 +142,13 @@ def draw_scaling(result: dict, axes):
     for mode, style in (("fixed global batch", "o-"), ("fixed local batch", "s--")):
         for name, colour in COLOURS.items():
             rows = [row for row in result["rows"] if row["mode"] == mode and "samples" in row]
-            axes.plot([row["devices"] for row in rows], [1e3 * statistics.median(row["samples"][name]) for row in rows], style, color=colour, label=f"{name}, {mode}")
+            axes.plot(
+                [row["devices"] for row in rows],
+                [1e3 * statistics.median(row["samples"][name]) for row in rows],
+                style,
+                color=colour,
+                label=f"{name}, {mode}",
+            )
     axes.set(xscale="log", yscale="log", xlabel="devices" + (" (logical, sharing the cores)" if result["shared_cores"] else ""), ylabel="ms a step")
     axes.set_xticks(counts := sorted({row["devices"] for row in result["rows"]}), map(str, counts), minor=False)
     axes.legend()
@@ -109,7 +158,14 @@ def draw_quality(result: dict, axes):
     for name, curves in result["samples"].items():
         for seed, found in enumerate(curves):
             samples, _, losses = zip(*found["curve"], strict=True)
-            axes.plot(samples, losses, "-" if name == "pmap" else ":", color=COLOURS[name], linewidth=1 if name == "pmap" else 3, label=None if seed else name)
+            axes.plot(
+                samples,
+                losses,
+                "-" if name == "pmap" else ":",
+                color=COLOURS[name],
+                linewidth=1 if name == "pmap" else 3,
+                label=None if seed else name,
+            )
     axes.axhline(result["settings"]["target"], color="grey", linewidth=0.8)
     axes.set(xlabel="training samples", ylabel="validation loss")
     axes.legend()

@@ -113,7 +113,12 @@ def state_bytes(config) -> dict[str, int]:
     learned = init_state(config).learned
 
     def on_first_device(tree):
-        return sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards if shard.device == leaf.addressable_shards[0].device)
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == leaf.addressable_shards[0].device
+        )
 
     kinds = {"parameters": learned.net, "moments": learned.opt_state, "moving average": learned.ema, "statistics": learned.statistics}
     return {name: on_first_device(tree) for name, tree in kinds.items()}
@@ -150,7 +155,9 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, show) -> dict:
         state_bytes=state_bytes(config),
         step_memory=step_memory(config, files),
         ratios={
-            f"{mode}, {place}": rates[f"ours, {place}"] / rates[f"original, {place}"] for mode, rates in medians.items() for place in ("host", "finished")
+            f"{mode}, {place}": rates[f"ours, {place}"] / rates[f"original, {place}"]
+            for mode, rates in medians.items()
+            for place in ("host", "finished")
         }
         | {"bytes a row": weights["ours"] / weights["original"]},
     )

@@ -158,7 +158,11 @@ def refuse_unequal_automatic(config, files, automatic):
     from kgo_shard.diff.trace import Tape, record_states, state_stages
     from kgo_shard.state import TrainState, to_host
 
-    options = {name: value for name in ("model_kind", "pos_len", "batch_size", "optimizer", "compute_dtype", "enable_history_matrices") if (value := getattr(config, name)) is not None}
+    options = {
+        name: value
+        for name in ("model_kind", "pos_len", "batch_size", "optimizer", "compute_dtype", "enable_history_matrices")
+        if (value := getattr(config, name)) is not None
+    }
     legacy, tape = run.old_stack(), Tape(options, files, 1)
     side = legacy.make_side(tape)
     noise_sides = [legacy.make_perturbed(side, tape, seed) for seed in range(NOISE_RUNS)]

@@ -120,7 +120,9 @@ def judge(old: list[dict], new: list[dict], quantity: str, margin: float) -> dic
     return found | {"interval": [low, high], "verdict": verdict, "reason": reason}
 
 
-def run(options: dict, datadir: Path, devices: int, seeds: int, target: float, margin: float, every: int, most: int, show, new_options: dict | None = None) -> dict:
+def run(
+    options: dict, datadir: Path, devices: int, seeds: int, target: float, margin: float, every: int, most: int, show, new_options: dict | None = None
+) -> dict:
     """The whole result. Raises measure.UnequalWork. `new_options` change the new side alone: how a test makes it worse."""
     import legacy_pmap
 
@@ -151,7 +153,8 @@ def run(options: dict, datadir: Path, devices: int, seeds: int, target: float, m
             show(f"seed {seed}, {side.name}: loss {last['curve'][-1][2]:.3f} after {last['samples']:.0f} samples, {last['seconds']:.2f} s")
     return measure.result(
         "samples and seconds to a fixed validation loss, paired seeds",
-        options | {"devices": devices, "seeds": seeds, "target": target, "margin": margin, "every": every, "most_samples": most, "rows": datadir.name},
+        options
+        | {"devices": devices, "seeds": seeds, "target": target, "margin": margin, "every": every, "most_samples": most, "rows": datadir.name},
         samples=samples,
         verdicts={quantity: judge(samples["pmap"], samples["shard_map"], quantity, margin) for quantity in ("samples", "seconds")},
     )

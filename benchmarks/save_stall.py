@@ -103,8 +103,10 @@ def main() -> int:
     )
     measure.write(arguments.json, found)
     ratios = found["ratios"]
-    print(f"{arguments.model_kind}: the loop stands still for {ratios['stall']:.4f} of a blocking save; a step beside a save takes "
-          f"{ratios['beside']:.2f} times as long; the second start takes {ratios['start']:.2f} of the first")
+    print(
+        f"{arguments.model_kind}: the loop stands still for {ratios['stall']:.4f} of a blocking save; a step beside a save takes "
+        f"{ratios['beside']:.2f} times as long; the second start takes {ratios['start']:.2f} of the first"
+    )
     return 0
 
 

@@ -121,7 +121,9 @@ def measure_row(mode: str, devices: int, batch_size: int, options: dict, files, 
 
 def add_ratios(rows: list[dict[str, Any]]):
     """Efficiency and cost of each stack against one device in the same mode, and shard_map against pmap, from the medians."""
-    medians = {(row["mode"], row["devices"], name): measure.summary(times)["median"] for row in rows for name, times in row.get("samples", {}).items()}
+    medians = {
+        (row["mode"], row["devices"], name): measure.summary(times)["median"] for row in rows for name, times in row.get("samples", {}).items()
+    }
     for row in rows:
         mode, devices = row["mode"], row["devices"]
         if "samples" not in row:
@@ -141,9 +143,9 @@ def run(options: dict, datadir: Path, counts: list[int], local_batch: int, repea
 
     from kgo_shard.batches import find_files
 
-    there = [count for count in counts if count <= jax.local_device_count() and options["batch_size"] % count == 0]
+    largest = max((count for count in counts if count <= jax.local_device_count() and options["batch_size"] % count == 0), default=1)
     show("one step of both stacks, compared in exact mode")
-    measure.refuse_unequal_work(options, datadir, max(there))
+    measure.refuse_unequal_work(options, datadir, largest)
     files, rows = find_files(datadir / "train"), []
     for mode, devices, batch_size in settings_of(counts, options["batch_size"], local_batch):
         same = next((row for row in rows if (row["devices"], row["batch_size"]) == (devices, batch_size)), None)
@@ -154,7 +156,8 @@ def run(options: dict, datadir: Path, counts: list[int], local_batch: int, repea
     shared = jax.default_backend() == "cpu"
     return measure.result(
         "seconds of a step over the number of devices, and what its collectives take",
-        options | {"counts": counts, "local_batch": local_batch, "repeats": repeats, "link_gbytes": link_gbytes, "rows": datadir.name, "devices": max(there)},
+        options
+        | {"counts": counts, "local_batch": local_batch, "repeats": repeats, "link_gbytes": link_gbytes, "rows": datadir.name, "devices": largest},
         shared_cores=shared,
         statement="Logical CPU devices share the cores: no speed-up follows from them." if shared else "Each device is a device of its own.",
         rows=rows,
@@ -163,7 +166,7 @@ def run(options: dict, datadir: Path, counts: list[int], local_batch: int, repea
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser, repeats=4)
+    add_arguments(parser, repeats=3)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--local-batch", type=int, default=2)
     parser.add_argument("--link-gbytes", type=float, default=450.0, help="GB/s of a link in each direction")

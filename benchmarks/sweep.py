@@ -127,7 +127,8 @@ def run(settings: list[dict], datadir: Path, devices: int, repeats: int, memory_
     rows = []
     for options in settings:
         rows.append({"options": options} | run_apart(options, words, timeout))
-        show(f"{options['model_kind']}, batch {options['batch_size']}, {options['optimizer']}: {rows[-1].get('does not fit') or rows[-1].get('failed') or 'done'}")
+        ending = rows[-1].get("does not fit") or rows[-1].get("failed") or "done"
+        show(f"{options['model_kind']}, batch {options['batch_size']}, {options['optimizer']}: {ending}")
     common = {name: value for name, value in settings[0].items() if all(options.get(name) == value for options in settings)}
     limits = {"devices": devices or "all", "repeats": repeats, "memory_gib": memory_gib, "timeout": timeout, "rows": datadir.name}
     return measure.result("rows a second of both stacks over model sizes, batch sizes and Muon settings", common | limits, rows=sort_rows(rows))

@@ -68,12 +68,17 @@ def components_table(result: dict) -> str:
         flops, seconds = result["flops"][name], statistics.median(samples)
         rate = [f"{flops / seconds / 1e9:.4g}", f"{flops / seconds / peak:.1%}"] if flops else ["", ""]
         total = result["sums"].get(name)
-        rows.append([name, milliseconds(samples), f"{flops / 1e9:.4g}" if flops else "", *rate, f"{total['parts'] / total['whole']:.2f}" if total else ""])
+        rows.append(
+            [name, milliseconds(samples), f"{flops / 1e9:.4g}" if flops else "", *rate, f"{total['parts'] / total['whole']:.2f}" if total else ""]
+        )
     return table(["part", "ms (spread)", "GFLOP", "GFLOP/s", "of the measured peak", "sum of its parts / whole"], rows)
 
 
 def utilisation_lines(result: dict) -> list[str]:
-    lines = [f"measured peak in {dtype}: {peak['flops'] / 1e12:.4g} TFLOP/s, products of {peak['size']} x {peak['size']}" for dtype, peak in result["peaks"].items()]
+    lines = [
+        f"measured peak in {dtype}: {peak['flops'] / 1e12:.4g} TFLOP/s, products of {peak['size']} x {peak['size']}"
+        for dtype, peak in result["peaks"].items()
+    ]
     for work, found in result["utilisation"].items():
         lines.append(f"utilisation, {work}: " + ", ".join(f"{share:.2%} of the {name} peak" for name, share in found.items()))
     return lines

@@ -98,7 +98,9 @@ def test_components(compared, rows9, tmp_path):
     found = components.run(OPTIONS | {"optimizer": "muon"}, rows9, 2, 2, 1.5, silent, longest=1e-4)
     assert compared == [("muon", 2)]
     assert {len(times) for times in found["samples"].values()} == {2}
-    assert {"stem", "norm", "attention", "ffn", "block", "trunk", "heads", "forward", "loss", "gradient", "mean", "optimizer", "step"} <= set(found["samples"])
+    assert {"stem", "norm", "attention", "ffn", "block", "trunk", "heads", "forward", "loss", "gradient", "mean", "optimizer", "step"} <= set(
+        found["samples"]
+    )
     assert set(found["sums"]) == set(components.SUMS) and set(found["peaks"]) == {"float32"}
     model, both = (found["utilisation"][work] for work in ("model", "with Muon"))
     assert set(model) == {"measured", "stated"} and 0 < model["stated"] < both["stated"]
@@ -114,7 +116,9 @@ def test_quality_is_not_inferior_and_with_half_the_rate_it_is(compared, rows9, t
     assert all(seed["reached"] and seed["curve"][-1][2] <= 52 for seeds in equal["samples"].values() for seed in seeds)
     assert equal["verdicts"]["samples"]["verdict"] == "not inferior" and worse["verdicts"]["samples"]["verdict"] == "inferior"
     assert "not inferior" in draw.section({"quality": equal})
-    assert [path.name for path in draw.draw_pictures({"quality": equal}, tmp_path)] == ["quality.png"] and (tmp_path / "quality.png").stat().st_size > 1000
+    assert [path.name for path in draw.draw_pictures({"quality": equal}, tmp_path)] == ["quality.png"] and (
+        tmp_path / "quality.png"
+    ).stat().st_size > 1000
 
 
 def test_a_sweep_has_a_row_for_what_does_not_fit(compared, rows9):
@@ -132,7 +136,9 @@ def test_input(compared, rows9):
     found = input.run(OPTIONS, rows9, 2, 1, silent)
     assert compared == [("adamw", 2)]
     assert {len(rates) for mode in found["rows_a_second"].values() for rates in mode.values()} == {1}
-    assert {name: len(times) for name, times in found["checkpoints"].items()} == dict.fromkeys(("save, original's", "load, original's", "save, ours", "load, ours"), 1)
+    assert {name: len(times) for name, times in found["checkpoints"].items()} == dict.fromkeys(
+        ("save, original's", "load, original's", "save, ours", "load, ours"), 1
+    )
     assert found["bytes_a_row"]["ours"] < found["bytes_a_row"]["original"] / 4
     assert "rows a second with history" in draw.section({"input": found})
 

@@ -47,7 +47,10 @@ def test_the_loop_stood_still_for_a_fifth_of_a_blocking_save_at_most():
 # Formulas, by numbers worked out by hand.
 
 
-@pytest.mark.parametrize(("mode", "alone", "together", "devices", "expected"), [(scaling.GLOBAL, 8, 5, 2, 0.8), (scaling.LOCAL, 2, 2.5, 16, 0.8), (scaling.GLOBAL, 3, 3, 1, 1)])
+@pytest.mark.parametrize(
+    ("mode", "alone", "together", "devices", "expected"),
+    [(scaling.GLOBAL, 8, 5, 2, 0.8), (scaling.LOCAL, 2, 2.5, 16, 0.8), (scaling.GLOBAL, 3, 3, 1, 1)],
+)
 def test_efficiency(mode, alone, together, devices, expected):
     assert scaling.efficiency(mode, alone, together, devices) == pytest.approx(expected)
 
@@ -117,7 +120,10 @@ def test_muons_work_counts_on_every_device():
     assert components.part_flops(config.replace(optimizer="adamw"))["optimizer"] == 0
 
 
-@pytest.mark.parametrize(("kind", "peak"), [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H100 80GB HBM3", 989.4), ("TPU v5 lite", 197), ("TPU v5p", 459), ("cpu", None)])
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.5), ("NVIDIA H100 80GB HBM3", 989.4), ("TPU v5 lite", 197), ("TPU v5p", 459), ("cpu", None)],
+)
 def test_known_peaks(kind, peak):
     assert measure.known_peak(kind) == peak
 
