@@ -17,6 +17,7 @@ QUESTIONS = {
     "step-adamw": ("step", ["--optimizer", "adamw", "--window", "3"]),
     "step-muon": ("step", ["--optimizer", "muon", "--repeats", "4", "--window", "2"]),
     "split_state": ("split_state", ["--repeats", "5"]),
+    "masters": ("masters", []),
     "input": ("input", []),
     "scaling": ("scaling", []),
     "components": ("components", []),

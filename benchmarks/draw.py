@@ -10,7 +10,18 @@ import sys
 from pathlib import Path
 
 from . import measure
-from .tables import components_table, input_table, quality_lines, scaling_table, split_lines, split_table, step_table, sweep_table, utilisation_lines
+from .tables import (
+    components_table,
+    input_table,
+    masters_table,
+    quality_lines,
+    scaling_table,
+    split_lines,
+    split_table,
+    step_table,
+    sweep_table,
+    utilisation_lines,
+)
 
 BEGIN, END = "<!-- drawn by benchmarks.draw: begin -->", "<!-- drawn by benchmarks.draw: end -->"
 COLOURS = {"pmap": "tab:orange", "shard_map": "tab:blue"}
@@ -96,6 +107,12 @@ def section(results: dict[str, dict]) -> str:
         "Steps in turns in one process.",
         of("split_state", split_table),
         of("split_state", lambda found: "\n".join(f"- {line}" for line in split_lines(found))),
+    )
+    add(
+        "masters",
+        "bfloat16 parameters and float32 masters",
+        of("masters", lambda found: f"After {found['settings']['samples']} rows, all seven dtypes bfloat16 but in the first row."),
+        of("masters", masters_table),
     )
     sizes = results.get("input", {}).get("bytes_a_row", {"ours": 0, "original": 0})
     add(

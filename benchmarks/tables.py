@@ -109,6 +109,14 @@ def split_lines(result: dict) -> list[str]:
     return lines
 
 
+def masters_table(result: dict) -> str:
+    rows = [
+        [name, f"{loss:.4f}", ", ".join(f"{one['loss']:.4f}" for one in result["samples"][name]), f"{result['unmoved'][name]:.1%}"]
+        for name, loss in result["losses"].items()
+    ]
+    return table(["parameters", "validation loss", "of each seed", "left as they were by a step"], rows)
+
+
 def quality_lines(result: dict) -> list[str]:
     """The verdict on samples and on seconds, each in one line."""
     lines, settings = [], result["settings"]

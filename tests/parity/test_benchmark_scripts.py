@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 import pytest
 
-from benchmarks import components, contenders, draw, input, measure, quality, save_stall, scaling, split_state, step, sweep
+from benchmarks import components, contenders, draw, input, masters, measure, quality, save_stall, scaling, split_state, step, sweep
 from kgo_shard.batches import find_files
 from kgo_shard.config import Config
 from kgo_shard.diff.faults import FAULTS
@@ -92,6 +92,13 @@ def test_on_paper_a_chip_does_an_eighth_of_muon_and_sends_less():
     assert round(chips["replicated"]["muon"] / 1e12, 1) == 6.3 and round(chips["replicated"]["model"] / 1e12) == 12
     params = sum(leaf.size for leaf in jax.tree.leaves(learned_shapes(Config(model_kind="b24c1024")).net))
     assert chips["split"]["sent"] < chips["replicated"]["sent"] == 2 * 7 / 8 * 4 * params
+
+
+def test_masters(rows9):
+    found = masters.run(OPTIONS | {"lr": 1e-5, "lr_schedule": "constant"}, rows9, 2, 1, 64, silent)
+    assert {name: [len(one["unmoved"]) for one in seeds] for name, seeds in found["samples"].items()} == dict.fromkeys(masters.RUNS, [4])
+    assert found["unmoved"]["float32"] < 0.05 and found["unmoved"]["bfloat16, masters"] < 0.05 and found["unmoved"]["bfloat16"] > 0.5
+    assert "| bfloat16, masters |" in draw.section({"masters": found})
 
 
 def test_components(compared, rows9, tmp_path):

@@ -54,6 +54,18 @@ def test_another_fault_is_named_where_it_was_planted(more_findings, name):
     assert more_findings["statistics_reduced_before_use"].printed_alike is False
 
 
+SPLIT = ("half_the_mesh", "gradients_summed", "leaf_not_reduced", "moments_not_restored")
+
+
+@pytest.mark.long
+def test_faults_are_named_where_the_state_is_split_too():
+    options, *files = fault_input()
+    found = list(fault_matrix.run_faults(SPLIT, options | {"shard_state": "data"}, *files))
+    assert [one.name for one in found] == list(SPLIT)
+    for one in found:
+        check_named(one)
+
+
 def check_named(found):
     fault = FAULTS[found.name]
     bad = found.comparison.first_bad
