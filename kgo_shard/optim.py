@@ -221,11 +221,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def apply_direction(params: Net, direction: Net, schedule: Schedule, config: Config) -> Net:
-    """The parameters moved by lr and wd, in the update dtype (or that of the master parameters, if wider), stored in their dtype.
+    """The parameters moved by lr and wd, in the update dtype, stored in their own; master copies are moved in theirs where it is wider.
 
     AdamW and SGD: p - lr * d - lr * wd * p, the last part only for decayed leaves. Muon: p * (1 - lr * wd) - 0.2 * lr * d.
     """
-    dtype = jnp.promote_types(config.precision.opt_update, config.precision.master)
+    precision = config.precision
+    dtype = precision.opt_update if precision.master == precision.param else jnp.promote_types(precision.opt_update, precision.master)
     rate, decay = schedule.learning_rate.astype(dtype), schedule.weight_decay.astype(dtype)
     multiplier = jnp.asarray(config.muon_lr_multiplier, dtype)
 
