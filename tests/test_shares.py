@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kgo_shard import convert, mesh, optim, reduce, shares
@@ -41,6 +41,7 @@ def config_of(devices: int, **options) -> Config:
 # Cutting and joining
 
 
+@settings(deadline=None)  # JAX compiles for each shape
 @given(st.integers(1, 16), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.booleans())
 def test_what_is_cut_is_joined_again(devices, layers, sizes, on_device):
     shape = (layers, *sizes)
@@ -166,6 +167,7 @@ def test_a_probe_shows_whole_gradients(rows9):
         assert np.asarray(split).tobytes() == np.asarray(whole).tobytes()
 
 
+@pytest.mark.long
 def test_an_update_of_another_share_would_show(rows9, monkeypatch):
     """The comparison above can fail: one device's share of one leaf is not moved."""
     good = optim.apply_direction
@@ -220,6 +222,7 @@ def test_every_collective_is_foretold_from_the_shapes(devices, options, rows9):
     assert not [c for c in found.found if c.kind == "all_reduce" and c.elements > 26], "no gradient is reduced whole"
 
 
+@pytest.mark.long
 def test_reduce_scatter_and_gather_carry_what_the_all_reduce_did(rows9):
     found = audit(rows9)
     leaves = jax.tree.leaves(shares.whole_shapes(init_state(config_of(8)).learned.net))
@@ -230,6 +233,7 @@ def test_reduce_scatter_and_gather_carry_what_the_all_reduce_did(rows9):
     assert total_sent(audit(rows9, compute_dtype="bfloat16").found) < 0.8 * total_sent(found.replicated), "matrices are gathered in two bytes"
 
 
+@pytest.mark.long
 def test_a_collective_that_nobody_foretold_is_named(rows9, monkeypatch):
     plain = reduce.mean_shares
     monkeypatch.setattr(reduce, "mean_shares", lambda g: plain(jax.tree.map(lambda x: reduce.to_local(jax.lax.pmean(x, AXIS)), g)))
