@@ -156,7 +156,7 @@ def join_shares(path: Path, tree: dict[str, Any], devices: int, config: Config) 
         named = convert.flatten(saved)
         for name in named.keys() & wholes.keys():
             leaf = named[name]
-            expected = jax.eval_shape(lambda whole, name=name: shares.cut(whole, layers[name], devices), wholes[name]).shape
+            expected = (devices, layers[name], shares.share_size(wholes[name].size // layers[name], devices))
             if leaf.shape not in ((), expected):
                 raise CheckpointError(f"{path}: {kind}: leaf {name} has shape {leaf.shape}, expected {expected}: a share for each of {devices} devices")
             named[name] = shares.join(leaf, wholes[name].shape if leaf.shape else ())

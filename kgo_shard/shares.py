@@ -30,13 +30,19 @@ def num_layers(net: Net) -> Net:
     return dataclasses.replace(ones, blocks=jax.tree.map(lambda _: layers, ones.blocks))
 
 
+def share_size(numbers: int, devices: int) -> int:
+    """Numbers in each device's share of `numbers`, the last ones padding. At least two: XLA arranges the arithmetic of a single number
+    otherwise than an array's."""
+    return max(2, -(-numbers // devices))
+
+
 def cut(leaf, layers: int, devices: int):
     """A whole leaf of any shape -> (devices, layers, n), zeros at the end where the devices do not divide it."""
     if not leaf.shape:
         return leaf
     xp = np if isinstance(leaf, np.ndarray) else jax.numpy
     rows = leaf.reshape(layers, -1)
-    n = max(2, -(-rows.shape[1] // devices))  # XLA arranges the arithmetic of a single number otherwise than an array's
+    n = share_size(rows.shape[1], devices)
     rows = xp.pad(rows, ((0, 0), (0, devices * n - rows.shape[1])))
     return rows.reshape(layers, devices, n).swapaxes(0, 1)
 
@@ -55,5 +61,7 @@ def cut_net(net: Net, devices: int) -> Net:
 
 
 def join_net(net: Net) -> Net:
-    """Scalars (second moments that Muon does not keep) stay scalars."""
+    """The net with whole leaves; one that is not split is itself. Scalars (second moments that Muon does not keep) stay scalars."""
+    if not is_split(net):
+        return net
     return jax.tree.map(lambda leaf, like: join(leaf, like.shape if leaf.shape else ()), net, whole_shapes(net))

@@ -45,12 +45,6 @@ def place(learned: Learned, config: Config) -> Learned:
     return mesh.put(device_mesh, learned, mesh.state_kind(config))
 
 
-def whole(learned: Learned) -> Learned:
-    """The inverse of `place`, on the host, which holds one copy of it."""
-    learned = jax.device_get(learned)
-    return map_nets(shares.join_net, learned) if shares.is_split(learned.net) else learned
-
-
 def map_nets(change: Callable[[Net], Net], learned: Learned) -> Learned:
     """Every net-shaped tree of the state changed; the statistics are not."""
     ema = None if learned.ema is None else change(learned.ema)
@@ -78,7 +72,7 @@ def learned_shapes(config: Config) -> Learned:
 
 def to_host(state: TrainState) -> dict[str, np.ndarray]:
     """Every leaf as a host array under the original's names: `params/...`, `opt_state/m/...`, `ema_params/...`, counts."""
-    learned = whole(state.learned)
+    learned = map_nets(shares.join_net, jax.device_get(state.learned))  # shares too are joined on the host, which holds one copy
     trees = {"params": learned.net, "opt_state/m": learned.opt_state.m, "opt_state/v": learned.opt_state.v}
     if learned.ema is not None:
         trees["ema_params"] = learned.ema

@@ -260,7 +260,7 @@ def make_gradient(config: Config) -> Callable[[TrainState, Batch], tuple[dict[st
     def gradient(state, batch):
         check_batches([batch], config)
         gradients, terms = compiled(state.learned, mesh.put_batches(device_mesh, [batch]))
-        return convert.to_named(whole(gradients)), to_metrics(terms)
+        return convert.to_named(shares.join_net(jax.device_get(gradients))), to_metrics(terms)
 
     return gradient
 
@@ -289,8 +289,8 @@ def make_probe(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState
         check_batches([batch], config)
         schedule = mesh.put(device_mesh, optim.make_schedule(config, state.step, 1), "schedule")
         learned, local, gradients, norm, clipped, terms = compiled(state.learned, mesh.put_batches(device_mesh, [batch]), schedule)
-        local, norm, terms = jax.device_get((local, norm, terms))
-        stages = Stages(*local, whole(gradients), norm, whole(clipped), terms)
+        local, gradients, norm, clipped, terms = jax.device_get((local, gradients, norm, clipped, terms))
+        stages = Stages(*local, shares.join_net(gradients), norm, shares.join_net(clipped), terms)
         return TrainState(learned, state.step + 1, state.samples + config.batch_size), stages
 
     return probe
@@ -314,12 +314,6 @@ def head_outputs(state: TrainState, batch: Batch, config: Config) -> dict[str, n
 def gradient_kind(config: Config) -> str:
     """The kind of placement of reduced gradients: the same on all devices, or each device's own shares."""
     return "local" if config.splits_state else "result"
-
-
-def whole(gradients: Net) -> Net:
-    """On the host, where there are no shares any more."""
-    gradients = jax.device_get(gradients)
-    return shares.join_net(gradients) if shares.is_split(gradients) else gradients
 
 
 def first_batch(rows: dict[str, Array]) -> dict[str, Array]:

@@ -35,12 +35,9 @@ def foretell(config: Config) -> dict[str, Counter[Collective]]:
     def add(reason, kind, dtype, elements, count=1):
         found.setdefault(reason, Counter())[Collective(kind, SHORT.get(str(dtype), str(dtype)), elements, devices)] += count
 
-    def share(numbers):
-        return max(2, math.ceil(numbers / devices))
-
     leaves = list(zip(*map(jax.tree.leaves, (net, shares.num_layers(net), matrices(net), rule_labels(net, config))), strict=True))
     for leaf, layers, is_matrix, _ in leaves:
-        n = layers * share(math.prod(leaf.shape) // layers)
+        n = layers * shares.share_size(leaf.size // layers, devices)
         add(SCATTER, "reduce_scatter", dtype, devices * n)
         add(GATHER, "all_gather", compute if is_matrix and compute.itemsize < dtype.itemsize else dtype, n)
     dealt = Counter()
@@ -48,12 +45,12 @@ def foretell(config: Config) -> dict[str, Counter[Collective]]:
         if rule in (muon.BY_HEADS, muon.BY_ROWS):
             dealt[rule, leaf.shape[-2:]] += math.prod(leaf.shape[:-2])
     for (_, shape), count in dealt.items():
-        add(MUON, "all_to_all", "bfloat16", devices * max(2, math.ceil(count / devices)) * share(math.prod(shape)), count=2)
+        add(MUON, "all_to_all", "bfloat16", devices * max(2, math.ceil(count / devices)) * shares.share_size(math.prod(shape), devices), count=2)
     if config.needs_grad_norm:
         shapes = sorted((leaf.shape, layers) for leaf, layers, *_ in leaves)
         for (shape, layers), same in groupby(shapes):
             things = devices * math.ceil(len(list(same)) / devices)
-            add(NORM, "all_to_all", dtype, things * layers * share(math.prod(shape) // layers))
+            add(NORM, "all_to_all", dtype, things * layers * shares.share_size(math.prod(shape) // layers, devices))
             add(NORM_SUMS, "all_reduce", "float32", things)
     add(TERMS, "all_reduce", "float32", len(Terms._fields))
     add(STATISTICS, "all_reduce", "float32", 1, count=2)
