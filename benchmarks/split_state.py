@@ -14,38 +14,32 @@ import sys
 from pathlib import Path
 
 from . import measure
-from .step import Runner, add_arguments, options_of, time_compiling
+from .input import state_bytes
+from .step import add_arguments, options_of, time_compiling, time_steps
 
 PAPER = {"model_kind": "b24c1024", "batch_size": 128, "optimizer": "muon", "compute_dtype": "bfloat16"}  # 16 rows on each of 8 chips
 
 
-def make_programs(options: dict, files, devices: int) -> dict:
+def make_configs(options: dict, devices: int) -> dict:
+    """The step's name -> its options; pmap's are the replicated step's."""
     from kgo_shard.config import Config
-
-    from . import contenders
 
     made = {}
     for optimizer in ("adamw", "muon"):
         config = Config(**options | {"optimizer": optimizer}, **measure.parallel(devices))
-        made[f"pmap, {optimizer}"] = contenders.make_pmap(config, files, 2)
-        made[f"replicated, {optimizer}"] = contenders.make_shard_map(config, files, 2)
-        made[f"split, {optimizer}"] = contenders.make_shard_map(config.replace(shard_state="data"), files, 2)
+        made |= {f"pmap, {optimizer}": config, f"replicated, {optimizer}": config, f"split, {optimizer}": config.replace(shard_state="data")}
     return made
 
 
-def time_in_turns(programs: dict, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every single awaited step."""
-    runners = {name: Runner(program) for name, program in programs.items()}
-    order, samples = list(runners), {name: [] for name in runners}
-    for runner in runners.values():
-        runner.latency()
-    with measure.compiling_nothing():
-        for repeat in range(repeats):
-            for turn in range(len(order)):
-                name = order[(repeat + turn) % len(order)]
-                samples[name].append(runners[name].latency()["whole"])
-            measure.show(f"step {repeat + 1} of {repeats}")
-    return samples
+def make_program(name: str | int, config, files):
+    from . import contenders
+
+    return (contenders.make_pmap if str(name).startswith("pmap") else contenders.make_shard_map)(config, files, 2)._replace(name=name)
+
+
+def time_latency(programs: list, repeats: int) -> dict[str, list[float]]:
+    """Seconds of every single awaited step, in turns."""
+    return {name: [one["whole"] for one in found["latency"]] for name, found in time_steps(programs, repeats, 0, measure.show).items()}
 
 
 def ratios_of(samples: dict[str, list[float]]) -> dict[str, float]:
@@ -54,13 +48,6 @@ def ratios_of(samples: dict[str, list[float]]) -> dict[str, float]:
     added = {side: median[f"{side}, muon"] - median[f"{side}, adamw"] for side in ("pmap", "replicated", "split")}
     whole = {f"{side}, {rule}": median[f"{side}, {rule}"] / median[f"pmap, {rule}"] for side in ("replicated", "split") for rule in ("adamw", "muon")}
     return whole | {f"added by Muon, {side}": added[side] / added["pmap"] for side in ("replicated", "split")}
-
-
-def held_bytes(program) -> int:
-    """Bytes of state on the first device."""
-    import jax
-
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(program.start()))
 
 
 def on_paper(devices: int) -> dict[str, dict[str, float]]:
@@ -99,25 +86,19 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, counts: list[i
     from kgo_shard.batches import find_files
     from kgo_shard.config import Config
 
-    from . import contenders
-
     for optimizer in ("adamw", "muon"):
         measure.show(f"one step of pmap and of the split state, compared in exact mode: {optimizer}")
         measure.refuse_unequal_work(options | {"optimizer": optimizer, "shard_state": "data"}, datadir, devices)
-    files = find_files(datadir / "train")
-    programs = make_programs(options, files, devices)
-    peaks = {}
-    for name, program in programs.items():
-        measure.show(f"compile {name}")
-        peaks[name] = time_compiling(program)["bytes at most"]
-    held = {name: held_bytes(program) for name, program in programs.items() if not name.startswith("pmap")}
-    samples = time_in_turns(programs, repeats)
+    files, configs = find_files(datadir / "train"), make_configs(options, devices)
+    held = {name: sum(state_bytes(config).values()) for name, config in configs.items() if not name.startswith("pmap")}
+    programs, peaks = [make_program(name, config, files) for name, config in configs.items()], {}
+    for program in programs:
+        measure.show(f"compile {program.name}")
+        peaks[program.name] = time_compiling(program)["bytes at most"]
+    samples = time_latency(programs, repeats)
     del programs
-    growth = {}
-    for count in counts:
-        config = Config(**options | {"optimizer": "muon", "shard_state": "data"}, **measure.parallel(count))
-        growth[count] = contenders.make_shard_map(config, files, 2)
-    grown = time_in_turns(growth, max(2, repeats // 2))
+    of_counts = {count: Config(**options | {"optimizer": "muon", "shard_state": "data"}, **measure.parallel(count)) for count in counts}
+    grown = time_latency([make_program(count, config, files) for count, config in of_counts.items()], max(2, repeats // 2))
     return measure.result(
         "what full Muon adds to a step, and what a device holds, with the state replicated and split",
         options | {"optimizer": "adamw and muon", "devices": devices, "repeats": repeats, "rows": str(datadir.name)},
