@@ -13,6 +13,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float
 
@@ -50,12 +51,12 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def make_schedule(config: Config, step: int, num_steps: int) -> Schedule:
-    """The schedule of the `num_steps` steps after `step` finished ones."""
+    """The schedule of the `num_steps` steps after `step` finished ones, on the host: one transfer takes it to the devices with the rows."""
     steps = range(step, step + num_steps)
     return Schedule(
-        count=jnp.array([s + 1 for s in steps], jnp.float32),
-        learning_rate=jnp.array([learning_rate(config, s) for s in steps], jnp.float32),
-        weight_decay=jnp.full(num_steps, config.wd, jnp.float32),
+        count=np.array([s + 1 for s in steps], np.float32),
+        learning_rate=np.array([learning_rate(config, s) for s in steps], np.float32),
+        weight_decay=np.full(num_steps, config.wd, np.float32),
     )
 
 
