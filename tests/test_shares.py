@@ -136,19 +136,10 @@ def test_every_bit_is_that_of_the_whole_state(devices, options, rows9):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("devices", "options"),
-    [
-        (1, MUON | {"muon_row_split_size": 16}),
-        (2, MUON | {"muon_target": "attn", "objective": "global", "steps_per_jit": 2}),
-        (4, MUON | {"muon_target": "ffn", "muon_group_blocks": False, "muon_polar_steps": 3, "muon_row_split_size": 16}),
-        (6, MUON | {"stack_blocks": True, "fuse_projections": True, "grad_clip_norm": 0.5, "steps_per_jit": 2, "donate_train_buffers": True}),
-        (16, MUON | {"scan_blocks": True, "muon_target": "square", "log_grad_norm": True, "remat_blocks": True}),
-        (16, {"optimizer": "sgd", "ema_decay": 0.0, "grad_clip_norm": 0.5, "fuse_projections": True}),
-    ],
-)
-def test_every_bit_is_that_of_the_whole_state_in_other_settings(devices, options, rows9):
-    check_equal(config_of(devices, **options), rows9, calls=2)
+def test_every_bit_is_that_of_the_whole_state_with_an_objective_of_all_rows(rows9):
+    """The original has no such objective; with its own, tests/parity/matrix.py compares the split state with it in other settings."""
+    options = MUON | {"muon_target": "attn", "objective": "global", "steps_per_jit": 2, "grad_clip_norm": 0.5}
+    check_equal(config_of(2, **options), rows9, calls=2)
 
 
 @pytest.mark.long

@@ -104,12 +104,13 @@ def faults_section(findings: Sequence[Finding]) -> dict:
     }
 
 
-def write_json(path: Path, findings: Sequence[Finding]):
-    """Add the findings to a results file, one entry for each fault; another JAX's file is replaced."""
-    environment, entries = report.environment_facts(), {}
+def write_json(path: Path, findings: Sequence[Finding], shard_state: str = "none"):
+    """Add the findings to a results file, one entry for each fault; a file of another JAX or another `shard_state` is replaced."""
+    environment, entries = report.environment_facts() | {"shard_state": shard_state}, {}
     if path.exists():
         kept = json.loads(path.read_text())
-        entries = kept["faults"] if kept["environment"]["JAX"] == environment["JAX"] else {}
+        same = all(kept["environment"].get(name) == environment[name] for name in ("JAX", "shard_state"))
+        entries = kept["faults"] if same else {}
     for found in findings:
         bad = found.comparison.first_bad
         entries[found.name] = {

@@ -31,6 +31,7 @@ class Fault(NamedTuple):
     step: int = 1  # 0: already in the start state
     options: dict[str, Any] = {}  # of the run, beside the usual ones
     fresh: bool = False  # from the seed; else from a checkpoint in the middle of a run
+    whole: bool = False  # only where every device has the whole state: parameters gathered from shares vary over the devices by themselves
 
 
 @contextmanager
@@ -529,9 +530,9 @@ FAULTS = {
     "local_weight_normalisation": Fault(local_weight_normalisation, "loss_terms", "loss divided by the local weights"),
     "stop_gradient_dropped": Fault(stop_gradient_dropped, "raw_gradient", "stop_gradient dropped in one term"),
     # Gradient and its reduction
-    "naive_port": Fault(naive_port, "raw_gradient", "gradients D times too large: not cast to varying before grad"),
+    "naive_port": Fault(naive_port, "raw_gradient", "gradients D times too large: not cast to varying before grad", whole=True),
     "automatic_sum_in_bfloat16": Fault(
-        automatic_sum_in_bfloat16, "raw_gradient", "autodiff's own sum, in bfloat16", options={"compute_dtype": "bfloat16"}
+        automatic_sum_in_bfloat16, "raw_gradient", "autodiff's own sum, in bfloat16", options={"compute_dtype": "bfloat16"}, whole=True
     ),
     "gradients_summed": Fault(gradients_summed, "reduced_gradient", "gradients summed instead of averaged"),
     "gradients_reduced_twice": Fault(gradients_reduced_twice, "reduced_gradient", "gradients averaged, then summed"),
@@ -570,8 +571,12 @@ FAULTS = {
 }
 
 
-def check_names(names: Iterable[str] | None, option: str):
-    """ConfigError naming the option, a fault that does not exist, and those that do."""
+def choose(names: Iterable[str] | None, option: str, shard_state: str = "none") -> list[str]:
+    """The faults of that `option`, or all that can be planted. ConfigError names one that does not exist or does not go with `shard_state`."""
+    possible = [name for name, fault in FAULTS.items() if shard_state == "none" or not fault.whole]
     for name in names or ():
         if name not in FAULTS:
-            raise ConfigError(f"{option} {name}: choose from {', '.join(FAULTS)}")
+            raise ConfigError(f"{option} {name}: choose from {', '.join(possible)}")
+        if name not in possible:
+            raise ConfigError(f"{option} {name}: not with --shard-state {shard_state}: parameters gathered from shares vary over the devices by themselves")
+    return list(names or possible)

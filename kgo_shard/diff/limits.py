@@ -138,6 +138,12 @@ LIMITS = (
         "one device has its reduction in between, so the norm, the clip and SGD take the rounded gradient. With pmap, also over "
         "one device, or with float32 parameters, bits are equal.",
     ),
+    Limit(
+        "matrix: the state split over the devices, computed in bfloat16",
+        "the three-way bound, also in exact mode",
+        "Matrices travel in bfloat16, so every device multiplies by weights that are rounded to it. Where each device has the whole state "
+        "XLA may leave that rounding out: its CPU products take float32, and excess precision is allowed. In float32 bits are equal.",
+    ),
 )
 
 

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from ..config import Config, ConfigError
 from ..state import learned_shapes
 from . import compare, limits, recording, shard_side
-from .faults import FAULTS, check_names
+from .faults import FAULTS, choose
 from .trace import Side, Tape, Trace, record, record_states
 
 
@@ -39,7 +39,7 @@ def diff(
 
     `states_only` leaves out what happens inside a step, and needs exact mode: the float64 run keeps no metrics in float64 then.
     """
-    check_names([fault] if fault is not None else [], "--fault")
+    choose([fault] if fault is not None else None, "--fault", tape.options.get("shard_state", "none"))
     if states_only and not exact:
         raise ConfigError("--states-only needs --exact: in default mode the stages inside a step are judged as well")
     legacy_side = old_stack()

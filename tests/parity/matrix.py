@@ -2,10 +2,10 @@
 
     python -m tests.parity.matrix --json tests/parity/results/matrix_jax_X.json [--only 8x4xclip] [--missing] [--states-only]
 
-Three tables. GRID is devices x steps per call x clipping with AdamW in float32. PAIRS has every pair of values of (optimizer, layout,
+Four tables. GRID is devices x steps per call x clipping with AdamW in float32. PAIRS has every pair of values of (optimizer, layout,
 precision, devices, steps per call), and takes the other options in turn, so that each value of each is met. BY_HAND has combinations
 of Muon's options that PAIRS does not meet: heads in a list of blocks, rows cut in grouped blocks, several steps a call with the
-update compiled apart. Results are added to the file setting by setting; the last full ones are committed in `results/`, and pytest runs a few of the settings with fewer
+update compiled apart. SPLIT has the new side's state split over the devices, the old side's whole on each, as ever. Results are added to the file setting by setting; the last full ones are committed in `results/`, and pytest runs a few of the settings with fewer
 steps. Exit code 1 if a setting differs.
 """
 
@@ -104,7 +104,22 @@ BY_HAND = {
     "19x19-muon": ("2", CUT | {"pos_len": 19, "batch_size": 16, "steps_per_jit": 4, "muon_target": "square", "muon_polar_steps": 4}),
     "muon-apart-scanned": ("one", CUT | {"muon_split_jit": True, "steps_per_jit": 3, "scan_blocks": True, "remat_blocks": True}),
 }
-SETTINGS = (*GRID, *PAIRS, *BY_HAND)
+FLOAT32, WITH_NORM = {"compute_dtype": "float32"}, {"ema_decay": 0.99, "log_grad_norm": True}
+MUON = FLOAT32 | WITH_NORM | {"optimizer": "muon"}
+SPLIT = {
+    "split-adamw-list-8": ("8", FLOAT32 | WITH_NORM | {"grad_clip_norm": 1.0}),
+    "split-adamw-fused-3": ("3", FLOAT32 | WITH_NORM | {"fuse_projections": True, "steps_per_jit": 4}),
+    "split-sgd-fused-16": ("16", FLOAT32 | {"optimizer": "sgd", "grad_clip_norm": 0.5, "fuse_projections": True}),
+    "split-muon-rows-1": ("1", MUON | {"muon_row_split_size": 16}),
+    "split-muon-attn-2": ("2", MUON | {"muon_target": "attn", "steps_per_jit": 2, "lr_schedule": "constant"}),
+    "split-muon-ffn-4": ("4", MUON | {"muon_target": "ffn", "muon_group_blocks": False, "muon_polar_steps": 3, "muon_row_split_size": 16}),
+    "split-muon-stacked-6": ("6", MUON | {"stack_blocks": True, "fuse_projections": True, "steps_per_jit": 2, "donate_train_buffers": True}),
+    "split-muon-list-8": ("8", MUON | {"grad_clip_norm": 1.0}),
+    "split-muon-square-16": ("16", MUON | {"scan_blocks": True, "muon_target": "square", "remat_blocks": True}),
+    "split-adamw-computebf16-8": ("8", WITH_NORM | {"compute_dtype": "bfloat16", "grad_clip_norm": 1.0}),
+    "split-muon-allbf16-4": ("4", MUON | BFLOAT16 | {"fuse_projections": True}),
+}
+SETTINGS = (*GRID, *PAIRS, *BY_HAND, *SPLIT)
 
 
 def options_of(setting: str) -> dict:
@@ -112,9 +127,10 @@ def options_of(setting: str) -> dict:
     if setting in GRID:
         devices, steps_per_call, clipping = setting.split("x")
         options = {"steps_per_jit": int(steps_per_call), "grad_clip_norm": 1.0 if clipping == "clip" else 0.0, "log_grad_norm": True}
-    elif setting in BY_HAND:
-        devices, chosen = BY_HAND[setting]
+    elif setting in BY_HAND or setting in SPLIT:
+        devices, chosen = (BY_HAND | SPLIT)[setting]
         options = {"batch_size": 48, "max_training_samples": 48 * 40} | chosen
+        options |= {"shard_state": "data"} if setting in SPLIT else {}
     else:
         row, number = PAIRS[setting], list(PAIRS).index(setting)
         devices = row[list(FACTORS).index("devices")]
@@ -132,8 +148,10 @@ def options_of(setting: str) -> dict:
 
 
 def is_bounded(setting: str) -> bool:
-    """Whether the three-way bound is demanded in place of equal bits: see its row in limits.py."""
+    """Whether the three-way bound is demanded in place of equal bits: see its two rows in limits.py."""
     options = options_of(setting)
+    if setting in SPLIT:
+        return options["compute_dtype"] != "float32"
     return not options.get("data_parallel") and options.get("param_dtype") == "bf16"
 
 

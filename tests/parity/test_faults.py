@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from kgo_shard.__main__ import fault_input
+from kgo_shard.config import ConfigError
 from kgo_shard.diff import fault_matrix
-from kgo_shard.diff.faults import FAULTS
+from kgo_shard.diff.faults import FAULTS, choose
 
 RESULTS = Path(__file__).parent / "results"
 # One of each stage, and those that the project is about; `kgo-shard faults` runs them all. The first ones compile least.
@@ -59,8 +60,7 @@ SPLIT = ("half_the_mesh", "gradients_summed", "leaf_not_reduced", "moments_not_r
 
 @pytest.mark.long
 def test_faults_are_named_where_the_state_is_split_too():
-    options, *files = fault_input()
-    found = list(fault_matrix.run_faults(SPLIT, options | {"shard_state": "data"}, *files))
+    found = list(fault_matrix.run_faults(SPLIT, *fault_input("data")))
     assert [one.name for one in found] == list(SPLIT)
     for one in found:
         check_named(one)
@@ -109,11 +109,18 @@ def test_faults_leave_nothing_behind():
         assert changed or name == "target_column_off_by_one", name  # that one changes a class
 
 
-@pytest.mark.parametrize("version", ["0.10.2"])
-def test_the_committed_matrix_named_every_fault(version):
-    results = json.loads((RESULTS / f"faults_jax_{version}.json").read_text())
-    assert results["environment"]["JAX"] == version
-    assert set(results["faults"]) == set(FAULTS) and len(FAULTS) >= 36
+def test_two_faults_cannot_be_made_where_the_state_is_split():
+    assert set(FAULTS) - set(choose(None, "--only", "data")) == {"naive_port", "automatic_sum_in_bfloat16"}
+    assert choose(None, "--only") == list(FAULTS) and choose(["ema_in_bfloat16"], "--only", "data") == ["ema_in_bfloat16"]
+    with pytest.raises(ConfigError, match="--only naive_port: not with --shard-state data"):
+        choose(["naive_port"], "--only", "data")
+
+
+@pytest.mark.parametrize(("file", "shard_state"), [("faults_jax_0.10.2.json", "none"), ("faults_split_jax_0.10.2.json", "data")])
+def test_the_committed_matrix_named_every_fault(file, shard_state):
+    results = json.loads((RESULTS / file).read_text())
+    assert results["environment"]["JAX"] == "0.10.2" and results["environment"].get("shard_state", "none") == shard_state
+    assert set(results["faults"]) == set(choose(None, "--only", shard_state)) and len(FAULTS) >= 36
     for name, entry in results["faults"].items():
         assert entry["named"], (name, entry)
         assert (entry["planted"]["step"], entry["planted"]["stage"]) == (FAULTS[name].step, FAULTS[name].stage), name

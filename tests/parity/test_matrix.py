@@ -22,6 +22,7 @@ LONG = (
     ("none-scanned-updatebf16-one-4", 4),
     ("sgd-list-float32-8-1", 2),
     ("muon-apart-list", 4),  # a call of 3 steps and one of 1
+    ("split-muon-stacked-6", 4),
 )
 SUBSET = SHORT + LONG
 
@@ -57,7 +58,7 @@ ELSEWHERE = {
     "max_val_batches", "allow_nonfull_mask", "no_resume", "no_final_save", "separate_projections", "int8_train", "int8_target",
     "int8_fwd_bits", "int8_bwd_bits", "log_step_time", "component_profile", "component_profile_repeats", "component_profile_grad",
     "xla_peak_tflops", "objective", "check_replicas", "checkpoint_format", "keep", "resume_order", "allow_changes",
-    "on_nonfinite", "skip_bad_files", "tensorboard", "shard_state", "master_dtype",
+    "on_nonfinite", "skip_bad_files", "tensorboard", "master_dtype",
 }  # fmt: skip
 
 
@@ -94,6 +95,12 @@ def test_the_committed_results_are_of_the_whole_matrix_and_equal(version):
 
 
 def test_where_equal_bits_are_not_demanded():
-    """Two settings, the only ones on one device without pmap whose parameters are bfloat16."""
+    """The only two settings on one device without pmap whose parameters are bfloat16, and the two with a split state computed in bfloat16."""
     bounded = [setting for setting in matrix.SETTINGS if matrix.is_bounded(setting)]
-    assert bounded == ["none-scanned-updatebf16-one-4", "sgd-fused-allbf16-one-1"]
+    assert bounded == ["none-scanned-updatebf16-one-4", "sgd-fused-allbf16-one-1", "split-adamw-computebf16-8", "split-muon-allbf16-4"]
+
+
+def test_the_state_is_split_in_its_settings_and_in_no_other():
+    kinds = {setting: Config(**matrix.options_of(setting)).shard_state for setting in matrix.SETTINGS}
+    assert {setting for setting, kind in kinds.items() if kind == "data"} == set(matrix.SPLIT)
+    assert {Config(**matrix.options_of(setting)).data_parallel_devices for setting in matrix.SPLIT} == {1, 2, 3, 4, 6, 8, 16}
