@@ -126,7 +126,7 @@ def keep_finite(before: tuple[Learned, Totals], after: tuple[Learned, Totals], c
     if config.on_nonfinite == "ignore":
         return after
     finite = after[1].finite
-    learned, totals = jax.tree.map(lambda old, new: jnp.where(finite, new, old), before, after)
+    learned, totals = jax.tree.map(lambda old, new: jax.lax.select(finite, new, old), before, after)
     return learned, totals._replace(finite=finite)
 
 
