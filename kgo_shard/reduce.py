@@ -35,7 +35,7 @@ def whole_net(net: Net, config: Config) -> Net:
     def gather(share, is_matrix):
         compute = jnp.dtype(config.precision.compute)
         narrow = share.astype(compute) if is_matrix and compute.itemsize < share.dtype.itemsize else share
-        return jax.lax.all_gather(narrow, AXIS, axis=0, tiled=True)
+        return jax.lax.all_gather(narrow, AXIS, axis=0, tiled=True).astype(share.dtype)  # gradients are of the parameter dtype, as ever
 
     return shares.join_net(jax.tree.map(gather, params, matrices(net)))
 

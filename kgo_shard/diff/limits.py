@@ -132,17 +132,12 @@ LIMITS = (
         "leaf for ever.",
     ),
     Limit(
-        "matrix: parameters in bfloat16, on one device without pmap",
+        "matrix: parameters in bfloat16, on one device without pmap or with the state split",
         "the three-way bound, also in exact mode",
         "The original has no reduction there, and XLA may use a gradient before it is rounded to bfloat16. shard_map over a mesh of "
-        "one device has its reduction in between, so the norm, the clip and SGD take the rounded gradient. With pmap, also over "
-        "one device, or with float32 parameters, bits are equal.",
-    ),
-    Limit(
-        "matrix: the state split over the devices, computed in bfloat16",
-        "the three-way bound, also in exact mode",
-        "Matrices travel in bfloat16, so every device multiplies by weights that are rounded to it. Where each device has the whole state "
-        "XLA may leave that rounding out: its CPU products take float32, and excess precision is allowed. In float32 bits are equal.",
+        "one device has its reduction in between, so the norm, the clip and SGD take the rounded gradient. Likewise it may add up gradients "
+        "before they are rounded, and not where they are cut into shares first. With pmap, also over one device, and the state whole, or "
+        "with float32 parameters, bits are equal; so they are where XLA is told to leave no rounding out (--xla_allow_excess_precision=false).",
     ),
 )
 

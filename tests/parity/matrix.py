@@ -148,11 +148,9 @@ def options_of(setting: str) -> dict:
 
 
 def is_bounded(setting: str) -> bool:
-    """Whether the three-way bound is demanded in place of equal bits: see its two rows in limits.py."""
+    """Whether the three-way bound is demanded in place of equal bits: see its row in limits.py."""
     options = options_of(setting)
-    if setting in SPLIT:
-        return options["compute_dtype"] != "float32"
-    return not options.get("data_parallel") and options.get("param_dtype") == "bf16"
+    return options.get("param_dtype") == "bf16" and (not options.get("data_parallel") or setting in SPLIT)
 
 
 def compare_setting(setting: str, steps: int, states_only: bool = False):

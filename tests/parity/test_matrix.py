@@ -95,9 +95,9 @@ def test_the_committed_results_are_of_the_whole_matrix_and_equal(version):
 
 
 def test_where_equal_bits_are_not_demanded():
-    """The only two settings on one device without pmap whose parameters are bfloat16, and the two with a split state computed in bfloat16."""
+    """Two settings, the only ones on one device without pmap whose parameters are bfloat16, and one with such parameters in shares."""
     bounded = [setting for setting in matrix.SETTINGS if matrix.is_bounded(setting)]
-    assert bounded == ["none-scanned-updatebf16-one-4", "sgd-fused-allbf16-one-1", "split-adamw-computebf16-8", "split-muon-allbf16-4"]
+    assert bounded == ["none-scanned-updatebf16-one-4", "sgd-fused-allbf16-one-1", "split-muon-allbf16-4"]
 
 
 def test_the_state_is_split_in_its_settings_and_in_no_other():
