@@ -222,12 +222,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 def apply_direction(params: Net, direction: Net, schedule: Schedule, config: Config) -> Net:
-    """The parameters moved by lr and wd, in the update dtype, stored in their own; master copies are moved in theirs where it is wider.
+    """The parameters moved by lr and wd, in the update dtype, stored in their own; master copies, where they are asked for, are moved in theirs if it is wider.
 
     AdamW and SGD: p - lr * d - lr * wd * p, the last part only for decayed leaves. Muon: p * (1 - lr * wd) - 0.2 * lr * d.
     """
     precision = config.precision
-    dtype = precision.opt_update if precision.master == precision.param else jnp.promote_types(precision.opt_update, precision.master)
+    dtype = precision.opt_update if config.master_dtype == "param" else jnp.promote_types(precision.opt_update, precision.master)
     rate, decay = schedule.learning_rate.astype(dtype), schedule.weight_decay.astype(dtype)
     multiplier = jnp.asarray(config.muon_lr_multiplier, dtype)
 
