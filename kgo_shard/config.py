@@ -221,6 +221,8 @@ class Config:
             raise ConfigError(f"symmetry_type 'all' emits eight images of each row: batch_size {self.batch_size} must divide by 8")
         if self.data_parallel_devices and not self.data_parallel:
             raise ConfigError(f"data_parallel_devices is {self.data_parallel_devices} but data_parallel is off: turn it on")
+        if self.master_dtype != "param" and self.checkpoint_format == "legacy":
+            raise ConfigError(f"checkpoint_format legacy has no room for master_dtype {self.master_dtype}: each resume would lose the copies; leave one out")
         if self.data_parallel_devices and self.batch_size % self.data_parallel_devices:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
         unknown = sorted(set(self.allowed_changes) - {f.name for f in fields(self)})

@@ -40,6 +40,8 @@ def train(config: Config, log: Callable[[str], None] = print, show: Callable[[Tr
     for name in ("traindir", "datadir"):
         if not getattr(config, name):
             raise ConfigError(f"{name} is missing: give --{name} DIR")
+    if config.splits_state and not config.data_parallel:
+        raise ConfigError("shard_state is data but data_parallel is off, so one device would keep the whole state: add --data-parallel")
     data, bad = Path(config.datadir), BadFiles(config.skip_bad_files)
     refuse_traindir_among(config, (data / "train", data / "val"))
     train_files = check_files(data / "train", config, rows_read(config), bad)
