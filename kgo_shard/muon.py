@@ -75,8 +75,7 @@ def dealt_directions(blocks, cut: str, config: Config):
     reshape where a matrix was cut up: that decides what XLA folds.
     """
     leaves, structure = jax.tree.flatten(blocks)
-    like = jax.tree.map(lambda m, like: None if m is None else like, blocks, net_shapes(config.model, config.precision).blocks, is_leaf=lambda x: x is None)
-    shapes = [leaf.shape[-2:] for leaf in jax.tree.leaves(like)]
+    shapes = [leaf.shape[-2:] for leaf in jax.tree.leaves(whole_matrices(blocks, config))]
     directions = [None] * len(leaves)
     for shape in dict.fromkeys(shapes):
         places = [i for i, other in enumerate(shapes) if other == shape]
@@ -91,6 +90,12 @@ def dealt_directions(blocks, cut: str, config: Config):
             scaled = part * scale if pieces.shape == whole.shape else (part.reshape(-1) * scale).reshape(part.shape)
             directions[i] = scaled.astype(config.precision.opt_update)
     return jax.tree.unflatten(structure, directions)
+
+
+def whole_matrices(blocks, config: Config):
+    """The shapes of the matrices that blocks of shares are of; leaves of another label are None here too."""
+    like = net_shapes(config.model, config.precision).blocks
+    return jax.tree.map(lambda m, like: None if m is None else like, blocks, like, is_leaf=lambda x: x is None)
 
 
 def split(m: Float[Array, "... rows columns"], cut: str, config: Config) -> Float[Array, "... pieces rows_of_one columns"]:

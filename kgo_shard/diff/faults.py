@@ -390,11 +390,11 @@ def muon_scaled_otherwise():
     def faulty(original):
         def directions(blocks, cut, config):
             def rescaled(direction, m):
-                pieces = muon.split(m, cut, config)
-                rows, columns = pieces.shape[-2:]
+                rows, columns = jax.eval_shape(lambda m: muon.split(m, cut, config), m).shape[-2:]
                 return direction * (max(1, rows / columns) / max(rows, columns)) ** 0.5
 
-            return jax.tree.map(rescaled, original(blocks, cut, config), blocks)
+            whole = muon.whole_matrices(blocks, config) if config.splits_state else blocks
+            return jax.tree.map(rescaled, original(blocks, cut, config), whole)
 
         return directions
 
