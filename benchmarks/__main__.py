@@ -34,6 +34,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     parser.add_argument("--readme", type=Path, help="also rewrite the section between the markers of this file")
     arguments, others = parser.parse_known_args()
+    try:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        if arguments.readme is not None:
+            arguments.readme.read_text()
+    except OSError as error:  # before the half hour, not after it
+        parser.error(f"{error.filename}: {error.strerror}")
     failed = []
     for name in arguments.only:
         script, words = QUESTIONS[name]

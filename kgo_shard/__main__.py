@@ -17,6 +17,7 @@ from .config import Config, ConfigError, Parser, add_options, from_arguments
 from .diff.recording import EXACT_FLAGS, is_exact
 from .train import main as train_main
 
+MOST_DEVICES = 512  # logical ones: thousands start for minutes and do nothing but wait for each other
 SAMPLE = Path(__file__).parent.parent / "tests" / "data" / "selfplay9"
 # What `diff` and `demo` run where no data folder is named: the shipped rows and a model that fits them.
 SAMPLE_OPTIONS = {
@@ -170,8 +171,8 @@ def try_outputs(arguments):
 
 def start_devices(count: int):
     """Have `count` devices: logical ones where this machine has only CPUs. ConfigError where they cannot be had."""
-    if count < 1:
-        raise ConfigError(f"--devices {count}: must be at least 1")
+    if not 1 <= count <= MOST_DEVICES:
+        raise ConfigError(f"--devices {count}: must be from 1 to {MOST_DEVICES}")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
@@ -419,7 +420,7 @@ def run_certificate(arguments, argv) -> int:
 
     faults = choose(arguments.faults, "--faults")
     start_devices(max(arguments.devices, fault_matrix.DEVICES))
-    return certificate.certify(arguments.report, make_tape(arguments), faults, fault_input())
+    return certificate.certify(arguments.report, make_tape(arguments), faults, fault_input(), make_console())
 
 
 def run_noise(arguments, argv) -> int:
@@ -466,7 +467,7 @@ def run_demo(arguments, argv) -> int:
     from .diff import demo
 
     start_devices(demo.DEVICES)
-    return demo.run_demo(arguments.report, SAMPLE, SAMPLE_OPTIONS)
+    return demo.run_demo(arguments.report, SAMPLE, SAMPLE_OPTIONS, make_console())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import convert, shares
-from .config import Config
+from .config import Config, flag_of
 from .loss import MovingStatistics
 from .mesh import make_mesh
 from .model import net_shapes
@@ -124,6 +124,8 @@ def load_any(path: str | Path, config: Config | None) -> tuple[TrainState, Confi
         config = Config(**known(found[2]["options"]))
         return from_own(*found, config), config
     if config is None:
+        if path.is_file():
+            read_pickle(path)  # what is no checkpoint needs no options
         raise CheckpointError(f"{path}: the original's file does not hold the options: give them, as for training")
     return load_checkpoint(path, config), config
 
@@ -243,9 +245,9 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
     assumed = {"stack_blocks": False, "fuse_projections": False, "int8_train": False}
     assumed |= {key: wanted[key] for key in ("muon_target", "int8_target", "int8_fwd_bits", "int8_bwd_bits")}
     for key, value in wanted.items():
-        saved = meta.get(key, assumed.get(key))
+        saved, option = meta.get(key, assumed.get(key)), "--model-kind" if key == "model_config" else flag_of(key)
         if saved != value:
-            raise CheckpointError(f"{path}: written with {key} {saved}, but the run has {value}: change the option, or use another folder (--traindir)")
+            raise CheckpointError(f"{path}: written with {key} {saved}, but the options say {value}: give {option} as it was, or another folder (--traindir)")
 
 
 def save_checkpoint(path: str | Path, state: TrainState, config: Config):
@@ -275,7 +277,7 @@ def save_checkpoint(path: str | Path, state: TrainState, config: Config):
         if temporary.is_file():
             temporary.unlink()
         kept = "the checkpoint before it is whole" if path.is_file() else "there is none from before"
-        raise CheckpointError(f"{path}: cannot be saved ({error.strerror}); {kept}") from None
+        raise CheckpointError(f"{path}: cannot be saved ({error.strerror}); {kept}: make room, or name another place") from None
 
 
 def try_folder(folder: Path):

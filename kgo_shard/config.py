@@ -6,6 +6,8 @@ Names and defaults are those of the original trainer (dashes become underscores)
 import argparse
 import difflib
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -199,14 +201,13 @@ class Config:
     on_nonfinite: str = option("stop", "a step whose loss or gradient is not finite: end the run, drop the update, or train on", choices=("stop", "skip", "ignore"))
     skip_bad_files: bool = option(False, "leave out data files that cannot be trained on, instead of ending the run")
     tensorboard: bool = option(False, "also write the figures as TensorBoard event files")
-    check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off)", low=0)
+    check_replicas: int = option(0, "steps between checks that all devices hold the same state; also before each save (0: off); a split state's shares have no copies to compare", low=0)
 
     def __init__(self, **options):
         table = {f.name: f for f in fields(self)}
         for name in options:
             if name not in table:
-                close = difflib.get_close_matches(name, table, n=1)
-                raise ConfigError(f"unknown option {name!r}" + (f": did you mean {close[0]!r}?" if close else ""))
+                raise ConfigError(f"unknown option {name}{did_you_mean(name, table)}")
         for name, row in table.items():
             object.__setattr__(self, name, _checked(row, options.get(name, row.default)))
         self._check_combinations()
@@ -227,7 +228,7 @@ class Config:
             raise ConfigError(f"batch_size {self.batch_size} does not divide by the {self.data_parallel_devices} devices")
         unknown = sorted(set(self.allowed_changes) - {f.name for f in fields(self)})
         if unknown:
-            raise ConfigError(f"allow_changes names {unknown[0]}, which is no option")
+            raise ConfigError(f"allow_changes names {unknown[0]}, which is no option{did_you_mean(unknown[0], [f.name for f in fields(self)])}")
         for name in ("component_profile", "muon_split_jit"):
             if self.splits_state and getattr(self, name):
                 raise ConfigError(f"shard_state data does not go with {name}: leave one of them out")
@@ -320,7 +321,20 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message):
-        self.exit(2, f"error: {message}\n")
+        unknown = re.match(r"unrecognized arguments: (--[^ =]+)", message)
+        flags = [*self._option_string_actions, *(flag_of(row.name) for row in fields(Config))]
+        self.exit(2, f"error: {message}{did_you_mean(unknown[1], flags) if unknown else ''}\n")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of an error about a name that does not exist: the closest one that does, or nothing."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def flag_of(name: str) -> str:
+    """An option's flag on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 METAVARS = {int: "N", float: "X", str: "NAME"}
@@ -339,7 +353,7 @@ def add_options(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()
     for row in fields(Config):
         if row.name in leave_out:
             continue
-        flag, settings = "--" + row.name.replace("_", "-"), {"default": argparse.SUPPRESS, "help": help_text(row)}
+        flag, settings = flag_of(row.name), {"default": argparse.SUPPRESS, "help": help_text(row)}
         if type(row.default) is bool:
             on_by_default = row.default
             action = argparse.BooleanOptionalAction if on_by_default else "store_true"

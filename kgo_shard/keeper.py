@@ -107,6 +107,8 @@ class Keeper:
             return state, replace(Memory.fresh(state, config), journal=memory.journal)
         if run["versions"]["jax"] != jax.__version__:
             self.log(f"on JAX {jax.__version__}, before on {run['versions']['jax']}: last bits may differ from here on")
+        if config.shard_state != (before := run["options"].get("shard_state", "none")):
+            self.log(f"with shard_state {config.shard_state}, before {before}: last bits may differ from here on")
         devices = make_mesh(config).size
         if devices != run["devices"]:
             says = "as it would have been but for rounding" if config.objective == "global" else (

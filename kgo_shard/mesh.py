@@ -33,7 +33,7 @@ def make_mesh(config: Config) -> Mesh:
     devices = jax.local_devices()
     count = (config.data_parallel_devices or len(devices)) if config.data_parallel else 1
     if count > len(devices):
-        raise ConfigError(f"data_parallel_devices is {count} but this process has {len(devices)}: ask for fewer, or start with more")
+        raise ConfigError(f"data_parallel_devices is {count} but this process has {len(devices)}: ask for fewer, or have more: logical ones with XLA_FLAGS=--xla_force_host_platform_device_count={count}")
     if config.batch_size % count:
         raise ConfigError(f"batch_size {config.batch_size} does not divide by the {count} devices")
     return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))

@@ -215,7 +215,8 @@ def validate(evaluate, state: TrainState, files: Sequence[Path], config: Config,
 
 def keep_compiled(config: Config):
     """What this run compiles is kept in its folder, for its next start; JAX_COMPILATION_CACHE_DIR names another place."""
-    if config.traindir and jax.config.jax_compilation_cache_dir is None and not config.component_profile:
+    wanted = config.traindir and jax.config.jax_compilation_cache_dir is None and not config.component_profile
+    if wanted and not os.path.isfile(config.traindir):
         jax.config.update("jax_compilation_cache_dir", str(Path(config.traindir).absolute() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # the many small programs of a start add up
 

@@ -54,7 +54,10 @@ def test_check_mesh_cannot_be_tried_on_such_devices(capsys, devices, named):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--muon-targ", "attn"], "unrecognized arguments: --muon-targ attn"),
+        (["--muon-targ", "attn"], "unrecognized arguments: --muon-targ attn: did you mean --muon-target?"),
+        (["--allow-changes", "wdd"], "allow_changes names wdd, which is no option: did you mean wd?"),
+        (["--shard-state", "data"], "shard_state is data but data_parallel is off"),
+        (["--checkpoint-format", "legacy", "--master-dtype", "float32"], "checkpoint_format legacy has no room for master_dtype float32"),
         (["--int8-train"], "int8_train = True: INT8 products need the original's optional quantisation package"),
         (["--component-profile", "--data-parallel"], "data_parallel does not go with component_profile"),
         (["--component-profile", "--component-profile-repeats", "0"], "component_profile_repeats = 0: must be at least 1"),
@@ -79,6 +82,8 @@ def test_train_with_bad_options_is_exit_code_2_and_one_line(capsys, tmp_path, wo
         (["--steps", "few"], "--steps"),
         (["--devices", "0"], "--devices 0"),
         (["--devices", "99"], "--devices 99"),
+        (["--devices", "100000"], "--devices 100000: must be from 1 to 512"),
+        (["--shard-stat", "data"], "--shard-stat data: did you mean --shard-state?"),
         (["--datadir", "/nowhere"], "/nowhere/train: no such folder"),
         (["--fault", "gremlin"], "--fault gremlin: choose from"),
         (["--batchsize", "32"], "--batchsize"),

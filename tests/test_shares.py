@@ -243,7 +243,8 @@ def test_checkpoints_restore_between_split_and_whole_and_device_counts(free, tmp
     lines = []
     more = {"max_training_samples": 96, "allow_changes": "max_training_samples"}
     state = train(Config(**options | more, shard_state="none", data_parallel_devices=4, traindir=tmp_path, datadir=rows9), log=lines.append)
-    assert "resumed from" in lines[0] and state.step == 2 and not shares.is_split(state.learned.net)
+    assert "resumed from" in lines[0] and "with shard_state none, before data: last bits" in lines[1]
+    assert state.step == 2 and not shares.is_split(state.learned.net)
 
 
 def test_shares_that_do_not_fit_are_named(free, tmp_path, rows9):  # noqa: F811
@@ -290,6 +291,16 @@ def test_master_copies_keep_what_bfloat16_swallows(optimizer, rows9):
         leaves = [name for name in before if name.startswith("params/") and "conv" in name]
         moved[master] = np.mean(np.concatenate([(before[name] != after[name]).ravel() for name in leaves]))
     assert moved["param"] < 0.7 < 0.99 < moved["float32"]
+
+
+def test_master_copies_are_moved_in_their_own_dtype():
+    """Also where the parameters have it already: a bfloat16 update would leave them with its eight digits."""
+    params = init_state(config_of(1, shard_state="none")).learned.net
+    schedule = optim.Schedule(*(np.float32(x) for x in (1, 1e-3, 0.1)))
+    for master, same in (("param", True), ("float32", False)):
+        config = config_of(1, shard_state="none", master_dtype=master, opt_update_dtype="bfloat16")
+        moved = optim.apply_direction(params, jax.tree.map(jnp.ones_like, params), schedule, config).stem.conv
+        assert moved.dtype == jnp.float32 and np.array_equal(moved, moved.astype(jnp.bfloat16).astype(jnp.float32)) == same
 
 
 def test_the_split_is_refused_beside_calls_of_their_own():

@@ -14,12 +14,12 @@ from . import audit, collectives, compare, demo, fault_matrix, ledger, noise, re
 from .trace import Tape
 
 
-def certify(folder: Path, tape: Tape, faults: Sequence[str], fault_input: tuple) -> int:
+def certify(folder: Path, tape: Tape, faults: Sequence[str], fault_input: tuple, console: Console) -> int:
     """Run all parts in exact mode, show them as they come, write the report. 0 if everything is as it should be, else 1.
 
     The faults are planted on a tape of their own, (options, training files, validation files), on which each one shows.
     """
-    legacy_side, console, started = run.old_stack(), Console(), time.perf_counter()
+    legacy_side, started = run.old_stack(), time.perf_counter()
     config, sections, failed = Config(**tape.options), [], []
 
     def add(section: dict, good: bool):

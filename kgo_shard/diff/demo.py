@@ -19,10 +19,9 @@ RUN_STEPS = 30
 FAULT = "naive_port"
 
 
-def run_demo(folder: Path, sample: Path, options: dict) -> int:
+def run_demo(folder: Path, sample: Path, options: dict, console: Console) -> int:
     """Run all parts, show them as they come, write the report. 0 if everything is as it should be, else 1."""
     legacy_side = run.old_stack()
-    console = Console()
     options = options | {"log_grad_norm": True, "data_parallel": True, "data_parallel_devices": DEVICES}
     tape = Tape(options, find_files(sample / "train"), STEPS)
     started = time.perf_counter()

@@ -18,10 +18,10 @@ from .trace import Side, Tape
 def old_config(options: dict[str, Any]) -> legacy_pmap.Config:
     """The old stack's options of the same run; it holds the whole state on every device, however the new one splits it.
 
-    Raises legacy_pmap.ConfigError for master copies, which it does not have.
+    Raises ValueError for master copies, which it does not have.
     """
     if options.get("master_dtype", "param") != "param":
-        raise legacy_pmap.ConfigError(
+        raise ValueError(
             f"master_dtype {options['master_dtype']}: the old stack has no master copies, so there is nothing to compare: leave it out "
             "(record and replay in exact mode with --side new need no old stack)"
         )

@@ -121,7 +121,7 @@ def check_mesh(devices: int) -> MeshCheck:
 
 def mesh_table(check: MeshCheck) -> Table:
     """The check as a table for the terminal."""
-    table = Table(title=f"check-mesh: {check.devices} devices ({check.device_kind})", caption=check.verdict())
+    table = Table(title=f"check-mesh: {check.devices} devices ({check.device_kind})")
     for column in ("", "expected", "got", "verdict"):
         table.add_column(column, overflow="fold")
     for name, expected, got, verdict in mesh_rows(check):

@@ -66,7 +66,8 @@ def read_tape(folder: Path) -> Tape:
         files, validation = ([folder / path for path in content[name]] for name in ("files", "validation"))
         return Tape(content["options"], files, content["steps"], folder / CHECKPOINT, validation)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordingError(f"{folder / 'tape.json'}: not a tape ({type(error).__name__}: {error})") from None
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RecordingError(f"{folder / 'tape.json'}: not a tape ({reason}): name a folder that kgo-shard record wrote") from None
 
 
 def write_trace(folder: Path, trace: Trace, facts: dict):

@@ -69,8 +69,8 @@ def stage_row(stage: str, leaves: list[LeafResult]) -> list[str]:
         str(len(leaves)),
         f"{sum(leaf.equal_bits for leaf in leaves)}/{len(leaves)}",
         where if verdict != "equal" else "",
-        show(worst.max_ulp),
-        show(worst.relative_norm),
+        show(max((leaf.max_ulp for leaf in leaves if leaf.max_ulp is not None), default=None)),
+        show(max((leaf.relative_norm for leaf in leaves if leaf.relative_norm is not None), default=None)),
         show(worst.x_of_limit),
         verdict,
     ]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kgo_shard.__main__ import SAMPLE, SAMPLE_OPTIONS
 from kgo_shard.batches import find_files
@@ -48,7 +49,7 @@ def certify(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(certificate.audit, "objective_ledger", lambda config, batch, load: made)
         monkeypatch.setattr(certificate.fault_matrix, "run_faults", lambda *arguments: iter(faults))
         tape = Tape(SAMPLE_OPTIONS, find_files(SAMPLE / "train"), 1)
-        code = certificate.certify(tmp_path, tape, [], ({}, [], []))
+        code = certificate.certify(tmp_path, tape, [], ({}, [], []), Console())
         return code, json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
 
     return certify

@@ -39,6 +39,8 @@ def test_a_fault_exits_with_1_and_is_named(tmp_path):
     [
         (("--batch-size", "30"), "batch_size 30"),
         (("--fault", "gremlins"), "gremlins"),
+        (("--fault", "naive_port", "--shard-state", "data"), "--fault naive_port: not with --shard-state data"),
+        (("--master-dtype", "float32"), "master_dtype float32: the old stack has no master copies"),
         (("--checkpoint", "nowhere.pkl"), "nowhere.pkl"),
         (("--pos-len", "19"), "--pos-len"),
         (("--states-only",), "--states-only needs --exact"),
