@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from kgo_shard.diff.recording import EXACT_FLAGS
+from kgo_shard.diff.recording import exact_flags
 
 from . import measure
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--pos-len", type=int, default=19)
     parser.add_argument("--datadir", type=Path, default=measure.DATA)
     arguments = parser.parse_args()
-    os.environ["XLA_FLAGS"] = " ".join(EXACT_FLAGS)
+    os.environ["XLA_FLAGS"] = " ".join(exact_flags())
     devices = measure.use_devices(arguments.devices)
     from kgo_shard.batches import find_files
     from kgo_shard.diff import run

@@ -14,7 +14,7 @@ from . import nonfinite
 from .batches import check_files, find_files, rows_read
 from .checkpoint import load_any, save_checkpoint, try_folder, use_average
 from .config import Config, ConfigError, Parser, add_options, from_arguments
-from .diff.recording import EXACT_FLAGS, is_exact
+from .diff.recording import EXACT_FLAGS, exact_flags, is_exact
 from .train import main as train_main
 
 MOST_DEVICES = 512  # logical ones: thousands start for minutes and do nothing but wait for each other
@@ -188,8 +188,8 @@ def make_console() -> Console:
 
 def restart_exact(argv: Sequence[str]):
     """Start this command again with the compiler flags of exact mode, which JAX reads only once. Does not return."""
-    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(("--xla_disable_hlo_passes", "--xla_cpu_max_isa"))]
-    environment = os.environ | {"XLA_FLAGS": " ".join((*others, *EXACT_FLAGS))}
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in {ours.split("=")[0] for ours in exact_flags()}]
+    environment = os.environ | {"XLA_FLAGS": " ".join((*others, *exact_flags()))}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "kgo_shard", *argv], environment)
 

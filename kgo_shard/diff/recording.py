@@ -8,6 +8,7 @@
 Needs NumPy and ml_dtypes alone, so that it also runs beside a JAX that kgo_shard does not support.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -22,14 +23,22 @@ from .trace import Tape, Trace
 CHECKPOINT = "checkpoint_jax.pkl"
 # The compiler then neither fuses nor contracts a multiply and an add: equal arithmetic gives equal bits.
 EXACT_FLAGS = ("--xla_disable_hlo_passes=fusion", "--xla_cpu_max_isa=SSE4_2")
+# Since 0.10 YNNPACK's kernels fuse on their own, squares into their sum, say: in one program, and in another with that sum not.
+WITHOUT_YNNPACK = "--xla_cpu_experimental_ynn_fusion_type="
 
 
 class RecordingError(ValueError):
     """A folder that is not a recording; the message names the file."""
 
 
+def exact_flags() -> tuple[str, ...]:
+    """The compiler flags of exact mode for this interpreter's JAX; a flag that XLA does not know would end the process."""
+    major, minor = importlib.metadata.version("jaxlib").split(".")[:2]
+    return (*EXACT_FLAGS, WITHOUT_YNNPACK) if (int(major), int(minor)) >= (0, 10) else EXACT_FLAGS
+
+
 def is_exact() -> bool:
-    """Whether this process has the compiler flags of exact mode."""
+    """Whether this process has the compiler flags of exact mode; those that every version has."""
     return set(EXACT_FLAGS) <= set(os.environ.get("XLA_FLAGS", "").split())
 
 

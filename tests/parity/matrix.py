@@ -19,7 +19,8 @@ import sys
 import time
 from pathlib import Path
 
-from kgo_shard.__main__ import EXACT_FLAGS, SAMPLE, SAMPLE_OPTIONS
+from kgo_shard.__main__ import SAMPLE, SAMPLE_OPTIONS
+from kgo_shard.diff.recording import exact_flags
 
 DEVICES = ("1", "2", "4", "8", "16")
 CALLS = ("1xclip", "4xnoclip", "4xclip", "1xnoclip")  # steps per call x clipping: the first two meet every value
@@ -186,7 +187,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".cache/jax"), help="compilation cache")
     arguments = parser.parse_args()
 
-    os.environ["XLA_FLAGS"] = " ".join(EXACT_FLAGS)
+    os.environ["XLA_FLAGS"] = " ".join(exact_flags())
     import jax
 
     jax.config.update("jax_num_cpu_devices", 16)
@@ -212,6 +213,7 @@ def main() -> int:
             "verdict": comparison.verdict(),
             "date": datetime.date.today().isoformat(),
             "commit": environment["commit"],
+            "XLA_FLAGS": environment["XLA_FLAGS"],
         }
         print(f"{setting:32} {time.perf_counter() - start:5.0f} s  {comparison.verdict()}", flush=True)
         if arguments.json:

@@ -50,6 +50,7 @@ if importlib.util.find_spec("equinox") is None:
 
 from kgo_shard.diff.compare import LeafResult, compare  # noqa: E402
 from kgo_shard.diff.limits import LIMITS, coarser  # noqa: E402
+from kgo_shard.diff.recording import WITHOUT_YNNPACK  # noqa: E402
 from kgo_shard.diff.trace import state_stages  # noqa: E402
 
 TRACES = ROOT.parent / "shared" / "traces"
@@ -86,7 +87,6 @@ REASONS = (
         "sum of ones is not 2592. --xla_allow_excess_precision and the exact mode's flags make no difference",
     ),
 )
-WITHOUT_YNNPACK = "--xla_cpu_experimental_ynn_fusion_type="
 ONES = 2592  # rows of the sum, as many as the recordings' batches have points; bfloat16 holds no odd number above 256
 
 Arrays = dict[str, np.ndarray]
