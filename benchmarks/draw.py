@@ -140,7 +140,8 @@ def section(results: dict[str, dict]) -> str:
     add("sweep", "Sweep", "", of("sweep", sweep_table))
     stalls = results.get("save_stall", {}).get("ratios")
     add("save_stall", "Saving", stalls and f"The loop stands still for {stalls['stall']:.3f} of the original's blocking save; a step beside a save takes "
-        f"{stalls['beside']:.2f} times as long; a second start takes {stalls['start']:.2f} of the first.")  # fmt: skip
+        f"{stalls['beside']:.2f} times as long; a second start takes "
+        + ", ".join(f"{ratio:.2f} of the first on {devices} device{'s' if int(devices) > 1 else ''}" for devices, ratio in stalls["start"].items()) + ".")  # fmt: skip
     cost = results.get("diff_cost", {}).get("ratios")
     add(
         "diff_cost",

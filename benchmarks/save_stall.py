@@ -5,8 +5,8 @@
 The original's way is to pickle the whole state and wait; ours hands the state to a thread. One process, one state, alternately: the
 blocking save; and ours, of which the loop feels the call itself and, if the one before is still being written, the wait for it (there is
 a training step between two saves, as in a run). What ours costs the steps beside it on shared cores is in "beside": the seconds of a
-step while a save is written, and without. Then two starts of the trainer in processes of their own in one run folder: seconds from the
-start of the process to its first log line, compiled anew and from the folder's cache.
+step while a save is written, and without. Then two starts of the trainer in processes of their own in one run folder, on one device and
+on all: seconds from the start of the process to its first log line, compiled anew and from the folder's cache.
 """
 
 import argparse
@@ -58,13 +58,15 @@ def measure_saves(config, batch, saves: int, folder: Path, show) -> dict[str, li
     return samples
 
 
-def measure_starts(words: list[str], folder: Path) -> list[float]:
-    """Seconds to the first log line of two starts; the second finds what the first one compiled."""
+def measure_starts(words: list[str], devices: int, folder: Path) -> list[float]:
+    """Seconds to the first log line of two starts on so many devices; the second finds what the first one compiled."""
     seconds = []
+    parallel = [text for name, value in measure.parallel(devices).items() if value for text in measure.words_of(name, value)]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     for _ in range(2):
         start = time.perf_counter()
-        environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-        command = [sys.executable, "-m", "kgo_shard", "train", *words, "--traindir", str(folder), "--no-resume"]
+        command = [sys.executable, "-m", "kgo_shard", "train", *words, *parallel, "--traindir", str(folder), "--no-resume"]
         run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         next(line for line in run.stdout if line.startswith("step="))
         seconds.append(time.perf_counter() - start)
@@ -81,7 +83,9 @@ def main() -> int:
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
     parser.add_argument("--datadir", type=Path, default=measure.DATA)
+    measure.add_devices(parser)
     arguments = parser.parse_args()
+    devices = measure.use_devices(arguments.devices)
     from kgo_shard.batches import find_files, read_packed_batches
     from kgo_shard.config import Config
 
@@ -91,7 +95,7 @@ def main() -> int:
     config = Config(**options)
     batch = next(read_packed_batches(find_files(arguments.datadir / "train"), config, 0))
     with tempfile.TemporaryDirectory() as folder:
-        starts = measure_starts([*words, "--no-final-save"], Path(folder) / "starts")
+        starts = {count: measure_starts([*words, "--no-final-save"], count, Path(folder) / f"starts{count}") for count in sorted({1, devices})}
         samples = measure_saves(config, batch, arguments.saves, Path(folder), measure.show)
     medians = {name: statistics.median(times) for name, times in samples.items()}
     found = measure.result(
@@ -99,14 +103,17 @@ def main() -> int:
         options | {"devices": 1, "optimizer": config.optimizer, "rows": arguments.datadir.name, "saves": arguments.saves},
         samples=samples,
         starts=starts,
-        ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"], "start": starts[1] / starts[0]},
+        ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"]}
+        | {"start": {count: second / first for count, (first, second) in starts.items()}},
     )
     measure.write(arguments.json, found)
     ratios = found["ratios"]
     print(
         f"{arguments.model_kind}: the loop stands still for {ratios['stall']:.4f} of a blocking save; a step beside a save takes "
-        f"{ratios['beside']:.2f} times as long; the second start takes {ratios['start']:.2f} of the first"
+        f"{ratios['beside']:.2f} times as long"
     )
+    for count, ratio in ratios["start"].items():
+        print(f"the second start takes {ratio:.2f} of the first on {count} devices")
     return 0
 
 

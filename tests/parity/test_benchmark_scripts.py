@@ -152,9 +152,9 @@ def test_input(compared, rows9):
 
 def test_save_stall(rows9, tmp_path, monkeypatch):
     out = tmp_path / "found.json"
-    words = ["--model-kind", "b2c32", "--pos-len", "9", "--datadir", str(rows9), "--saves", "2", "--json", str(out)]
+    words = ["--model-kind", "b2c32", "--pos-len", "9", "--datadir", str(rows9), "--saves", "2", "--devices", "2", "--json", str(out)]
     monkeypatch.setattr(sys, "argv", ["save_stall", *words])
     assert save_stall.main() == 0
     found = json.loads(out.read_text())
-    assert {len(times) for times in found["samples"].values()} == {2} and len(found["starts"]) == 2
+    assert {len(times) for times in found["samples"].values()} == {2} and {count: len(times) for count, times in found["starts"].items()} == {"1": 2, "2": 2}
     assert "stands still" in draw.section({"save_stall": found})
