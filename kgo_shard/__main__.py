@@ -14,7 +14,7 @@ from . import nonfinite
 from .batches import check_files, find_files, rows_read
 from .checkpoint import load_any, save_checkpoint, try_folder, use_average
 from .config import Config, ConfigError, Parser, add_options, from_arguments
-from .diff.recording import EXACT_FLAGS, exact_flags, is_exact
+from .diff.recording import exact_flags, is_exact
 from .train import main as train_main
 
 MOST_DEVICES = 512  # logical ones: thousands start for minutes and do nothing but wait for each other
@@ -237,8 +237,7 @@ def run_diff(arguments, argv) -> int:
         facts = report.environment_facts() | run.tape_facts(tape)
         print_facts(facts, console)
         if arguments.legacy_python:
-            flags = EXACT_FLAGS if is_exact() else ()
-            return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, flags, progress), facts, arguments, console)
+            return show_drifts(run.diff_across(tape, is_exact(), arguments.legacy_python, progress), facts, arguments, console)
         comparison = run.diff(tape, exact=is_exact(), fault=arguments.fault, progress=progress, states_only=arguments.states_only)
     return show_comparison("kgo-shard diff", "Old against new, stage by stage", comparison, facts, arguments, console)
 
@@ -312,7 +311,7 @@ def show_nonfinite(found, tape, arguments, console: Console) -> int:
 def make_player(arguments, progress: Progress):
     from .diff.replay import Player
 
-    return Player(arguments.side, arguments.python, EXACT_FLAGS if is_exact() else (), progress)
+    return Player(arguments.side, arguments.python, is_exact(), progress)
 
 
 def show_drifts(drifts, facts: dict[str, str], arguments, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""Replays a recorded tape with the old stack under this interpreter: `PYTHON legacy_process.py FOLDER OUT [XLA flags]`.
+"""Replays a recorded tape with the old stack under this interpreter: `PYTHON legacy_process.py FOLDER OUT [--exact]`.
 
 Reads FOLDER's tape and writes the trace to OUT. A program of its own, for interpreters whose JAX kgo_shard does not support (0.4.35, say): it needs jax, NumPy and ml_dtypes only.
 """
@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 
-def main(folder: str, out: str, *flags: str) -> int:
+def main(folder: str, out: str, exact: str = "") -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     root = Path(__file__).resolve().parents[2]
     sys.path.insert(0, str(root))
@@ -20,6 +20,7 @@ def main(folder: str, out: str, *flags: str) -> int:
     from kgo_shard.diff import recording
 
     tape = recording.read_tape(Path(folder))
+    flags = recording.exact_flags() if exact else ()
     devices = tape.options.get("data_parallel_devices") or 1
     os.environ["XLA_FLAGS"] = " ".join((f"--xla_force_host_platform_device_count={devices}", *flags))  # before JAX starts
     from kgo_shard.diff import legacy_side, trace

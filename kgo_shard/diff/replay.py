@@ -6,7 +6,6 @@ A recording outlives what made it: the new side can be compared with the old sta
 
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ class Player(NamedTuple):
 
     side: str = "old"
     python: str | None = None
-    flags: Sequence[str] = ()  # XLA flags of the other interpreter
+    exact: bool = False  # under the other interpreter; here the process is what it is
     progress: Progress | None = None
 
     def play(self, folder: Path, tape: Tape, probe_only: bool = False) -> tuple[Trace, dict[str, Any]]:
@@ -43,7 +42,7 @@ class Player(NamedTuple):
         if self.python is not None:
             if self.side != "old":
                 raise ConfigError(f"--python runs the old side only; for the new one run {self.python} -m kgo_shard replay ... --side new")
-            return run.run_elsewhere(self.python, folder, self.flags)
+            return run.run_elsewhere(self.python, folder, self.exact)
         side = (run.old_stack() if self.side == "old" else shard_side).make_side(tape, probe_only)
         return run.record_shown(side, tape, self.progress), recording.facts_here(side.name)
 

@@ -87,13 +87,13 @@ def with_start(tape: Tape, folder: Path) -> Tape:
     return tape._replace(checkpoint=path)
 
 
-def run_elsewhere(python: str, folder: Path, flags: Sequence[str]) -> tuple[Trace, dict[str, Any]]:
+def run_elsewhere(python: str, folder: Path, exact: bool) -> tuple[Trace, dict[str, Any]]:
     """The trace of the folder's tape through the old stack under another interpreter, and the facts about it.
 
     Raises ConfigError where that interpreter cannot be started or fails, with the last line that it printed.
     """
     with tempfile.TemporaryDirectory() as out:
-        command = [python, str(Path(__file__).with_name("legacy_process.py")), str(folder), out, *flags]
+        command = [python, str(Path(__file__).with_name("legacy_process.py")), str(folder), out, *(["--exact"] if exact else [])]
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XLA_FLAGS": ""}, check=False)
         except OSError as error:
@@ -120,7 +120,7 @@ class Drifts(NamedTuple):
         return 0 if all(found.equal for found in (self.migration, self.upgrade, self.both)) else 1
 
 
-def diff_across(tape: Tape, exact: bool, legacy_python: str, flags: Sequence[str], progress: Progress | None = None) -> Drifts:
+def diff_across(tape: Tape, exact: bool, legacy_python: str, progress: Progress | None = None) -> Drifts:
     """What moving does, and what upgrading JAX does, told apart. The old stack also runs under `legacy_python`.
 
     Between JAX versions the three-way bound holds, against a float64 run here. Raises ConfigError where the other
@@ -131,7 +131,7 @@ def diff_across(tape: Tape, exact: bool, legacy_python: str, flags: Sequence[str
         folder = Path(name)
         tape = with_start(tape, folder)
         recording.write_tape(folder, tape)
-        there, facts = run_elsewhere(legacy_python, folder, flags)
+        there, facts = run_elsewhere(legacy_python, folder, exact)
         old = legacy_side.make_side(tape)
         here = record_shown(old, tape, progress)
         new = record_shown(shard_side.make_side(tape), tape, progress)
