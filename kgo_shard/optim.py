@@ -82,15 +82,18 @@ def squares(leaf: Array) -> Float[Array, ""]:
 
 def share_squares(gradients: Net) -> dict[str, Float[Array, ""]]:
     """The sums of squares of leaves in shares. A sum's last bits depend on its order: so each leaf is put together on one device, which
-    adds it up as a device that has all leaves does. Leaves of one shape are dealt out together."""
-    leaves, sums = convert.to_named(gradients), {}
+    adds it up as a device that has all leaves does. Leaves of one shape are dealt out together; all sums come back in one vector."""
+    leaves, own_sums = convert.to_named(gradients), {}
     shapes = {name: (like.shape, leaves[name].shape) for name, like in convert.to_named(shares.whole_shapes(gradients)).items()}
     for shape, share in dict.fromkeys(shapes.values()):
-        names = [name for name in shapes if shapes[name] == (shape, share)]
+        names = tuple(name for name in shapes if shapes[name] == (shape, share))
         own = reduce.deal(jnp.concatenate([leaves[name] for name in names]))
         whole = jax.lax.optimization_barrier([shares.join(leaf, shape) for leaf in own])  # else XLA sums up the shares as they lie
-        own_sums = jnp.stack([squares(leaf) for leaf in whole])
-        sums |= zip(names, reduce.gather_numbers(own_sums), strict=False)  # the last ones may be of zeros
+        own_sums[names] = jnp.stack([squares(leaf) for leaf in whole])
+    by_device, sums, taken = reduce.gather_numbers(jnp.concatenate(list(own_sums.values()))), {}, 0
+    for names, own in own_sums.items():
+        sums |= zip(names, by_device[:, taken : taken + len(own)].ravel(), strict=False)  # the last ones may be of zeros
+        taken += len(own)
     return sums
 
 

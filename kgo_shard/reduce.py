@@ -70,10 +70,10 @@ def collect(own: Float[Array, "k D layers n"], count: int) -> Float[Array, "N la
     return items.reshape(-1, *items.shape[2:])[:count]
 
 
-def gather_numbers(own: Float[Array, " k"]) -> Float[Array, " D*k"]:
+def gather_numbers(own: Float[Array, " k"]) -> Float[Array, "D k"]:
     """Every device's k numbers, in the devices' order. A sum with zeros, which is exact and which the type system knows to be replicated."""
     all_numbers = jnp.zeros((jax.lax.axis_size(AXIS), *own.shape), own.dtype)
-    return jax.lax.psum(all_numbers.at[jax.lax.axis_index(AXIS)].set(own), AXIS).reshape(-1)
+    return jax.lax.psum(all_numbers.at[jax.lax.axis_index(AXIS)].set(own), AXIS)
 
 
 def on_every_device(flag: Bool[Array, ""]) -> Bool[Array, ""]:

@@ -47,11 +47,12 @@ def foretell(config: Config) -> dict[str, Counter[Collective]]:
     for (_, shape), count in dealt.items():
         add(MUON, "all_to_all", "bfloat16", devices * max(2, math.ceil(count / devices)) * shares.share_size(math.prod(shape), devices), count=2)
     if config.needs_grad_norm:
-        shapes = sorted((leaf.shape, layers) for leaf, layers, *_ in leaves)
+        shapes, sums = sorted((leaf.shape, layers) for leaf, layers, *_ in leaves), 0
         for (shape, layers), same in groupby(shapes):
             things = devices * math.ceil(len(list(same)) / devices)
             add(NORM, "all_to_all", dtype, things * layers * shares.share_size(math.prod(shape) // layers, devices))
-            add(NORM_SUMS, "all_reduce", "float32", things)
+            sums += things
+        add(NORM_SUMS, "all_reduce", "float32", sums)
     add(TERMS, "all_reduce", "float32", len(Terms._fields))
     add(STATISTICS, "all_reduce", "float32", 1, count=2)
     if config.objective == "global":
