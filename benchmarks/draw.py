@@ -89,7 +89,7 @@ def section(results: dict[str, dict]) -> str:
 
     def add(name: str, title: str, text: str, *more: str):
         if name in results:
-            parts.extend([f"**{title}** ({work_line(results[name])}). {text}".strip(), *more])
+            parts.extend([f"**{title}** ({work_line(results[name])}). {text}".strip(), *filter(None, more)])
 
     def of(name: str, draw):
         return draw(results[name]) if name in results else ""
@@ -100,6 +100,7 @@ def section(results: dict[str, dict]) -> str:
             f"One training step, {name.removeprefix('step-')}",
             "Beside `ms`, times are multiples of pmap's median in the same run.",
             of(name, step_table),
+            of(name, lambda found: "\n".join(f"- {other}: not timed, for unequal work is refused: {reason}" for other, reason in found["refused"].items())),
         )
     add(
         "split_state",

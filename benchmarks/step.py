@@ -2,7 +2,8 @@
 
     python -m benchmarks.step [--json FILE] [--optimizer adamw] [--repeats 10] [--window 5] [--devices 8] [--model-kind b12c192] ...
 
-First both stacks must agree in every bit of one step, in exact mode. Then each program is lowered, compiled and run once, timed apart;
+First both stacks must agree in every bit of one step, in exact mode; `jit`, which adds up otherwise, is judged by the three-way bound, and
+left out where it breaks it. Then each program is lowered, compiled and run once, timed apart;
 then, one after the other in turns that rotate, every repeat of
 - latency: one step, synchronised: from the host's batch until every output is ready and the metrics are read; in it `place` (stack,
   transfer), `dispatch` (until the call returns) and `wait` (until everything is ready);
@@ -96,6 +97,18 @@ def time_steps(contenders, repeats: int, window: int, show) -> dict[str, dict]:
     return samples
 
 
+def drop_unequal_automatic(contenders: list, config, files, show) -> dict[str, str]:
+    """Take `jit` off the list where its step is not within the bound, so that nobody times it; its name and what is unequal."""
+    [automatic] = (contender for contender in contenders if contender.name == "jit")
+    try:
+        measure.refuse_unequal_automatic(config, files, automatic)
+    except measure.UnequalWork as error:
+        contenders.remove(automatic)
+        show(f"not timed: {error}")
+        return {"jit": str(error)}
+    return {}
+
+
 def time_reading(config, files, num_batches: int, repeats: int) -> dict[str, list[float]]:
     """Seconds a batch from the loaders, "original" and "ours", the files read anew each time."""
     import legacy_pmap
@@ -137,7 +150,7 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
         show(f"compile {contender.name}")
         compiling[contender.name] = time_compiling(contender)
     show("one step of jit, by the three-way bound")
-    measure.refuse_unequal_automatic(config, files, made[2])
+    refused = drop_unequal_automatic(made, config, files, show)
     samples = time_steps(made, repeats, window, show)
     medians = {name: measure.summary([step["whole"] for step in found["latency"]])["median"] for name, found in samples.items()}
     rates = {name: measure.summary(found["rate"])["median"] for name, found in samples.items()}
@@ -146,6 +159,7 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
         options | {"devices": devices, "repeats": repeats, "window": window, "rows": str(datadir.name)},
         compiling=compiling,
         samples=samples,
+        refused=refused,
         reading=time_reading(config, files, 2, repeats),
         ratios={
             "latency": {name: value / medians["pmap"] for name, value in medians.items()},

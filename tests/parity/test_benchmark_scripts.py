@@ -42,14 +42,16 @@ def test_the_step(compared, rows9):
     for samples in found["samples"].values():
         assert len(samples["latency"]) == len(samples["rate"]) == 2
         assert all(one["whole"] == pytest.approx(sum(one[piece] for piece in ("place", "dispatch", "wait", "fetch"))) for one in samples["latency"])
-    assert found["ratios"]["latency"]["pmap"] == 1 and {len(times) for times in found["reading"].values()} == {2}
+    assert found["refused"] == {} and found["ratios"]["latency"]["pmap"] == 1 and {len(times) for times in found["reading"].values()} == {2}
     assert "| shard_map |" in draw.section({"step-adamw": found}) and "an AdamW step" in draw.section({"step-adamw": found})
 
 
-def test_automatic_sharding_that_does_something_else_is_refused(rows9):
+def test_automatic_sharding_that_does_something_else_is_refused_and_not_timed(rows9):
     config, files = Config(**OPTIONS, **measure.parallel(2)), find_files(rows9 / "train")
-    with FAULTS["stop_gradient_dropped"].plant(), pytest.raises(measure.UnequalWork, match="first at step 1, stage moments"):
-        measure.refuse_unequal_automatic(config, files, contenders.make_automatic(config, files, 1))
+    made = [contenders.make_shard_map(config, files, 1), contenders.make_automatic(config, files, 1)]
+    with FAULTS["stop_gradient_dropped"].plant():
+        refused = step.drop_unequal_automatic(made, config, files, silent)
+    assert [one.name for one in made] == ["shard_map"] and "first at step 1, stage moments" in refused["jit"]
 
 
 def test_scaling(compared, rows9):
