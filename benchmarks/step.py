@@ -4,7 +4,7 @@
 
 First both stacks must agree in every bit of one step, in exact mode; `jit`, which adds up otherwise, is judged by the three-way bound, and
 left out where it breaks it. Then each program is lowered, compiled and run once, timed apart;
-then, one after the other in turns that rotate, every repeat of
+then, one after the other in turns of a random order, every repeat of
 - latency: one step, synchronised: from the host's batch until every output is ready and the metrics are read; in it `place` (stack,
   transfer), `dispatch` (until the call returns) and `wait` (until everything is ready);
 - rate: `window` steps in a row, of which only the last is awaited: seconds a step.
@@ -13,6 +13,7 @@ cores: `one device` on the same batch is what they can reach at best, and no spe
 """
 
 import argparse
+import random
 import sys
 import time
 from pathlib import Path
@@ -87,11 +88,12 @@ def time_steps(contenders, repeats: int, window: int, show) -> dict[str, dict]:
     samples = {runner.contender.name: {"latency": [], "rate": []} for runner in runners}
     for runner in runners:
         runner.latency()  # whatever a first call still has to do
+    turns = random.Random(0)
     with measure.compiling_nothing():
         for mode, times in (("latency", repeats), ("rate", max(2, repeats // 3) if window else 0)):
             for repeat in range(times):
-                for turn in range(len(runners)):
-                    runner = runners[(repeat + turn) % len(runners)]
+                # Shuffled: whoever comes after a program like itself finds the memory that it needs, and its call returns earlier.
+                for runner in turns.sample(runners, len(runners)):
                     samples[runner.contender.name][mode].append(runner.latency() if mode == "latency" else runner.rate(window))
                 show(f"{mode} {repeat + 1} of {times}")
     return samples
