@@ -3,12 +3,14 @@
 import os
 from pathlib import Path
 
-EXACT_FLAGS = "--xla_disable_hlo_passes=fusion --xla_cpu_max_isa=SSE4_2"
-os.environ["XLA_FLAGS"] = EXACT_FLAGS  # read once, when JAX starts: before its import
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # read when JAX is imported
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from kgo_shard.diff.recording import exact_flags  # noqa: E402
+
+os.environ["XLA_FLAGS"] = " ".join(exact_flags())  # read when JAX starts, which no import does; as `--exact`, so that both find the same programs
 
 jax.config.update("jax_num_cpu_devices", 16)
 # Compiled programs are kept between test runs; a fresh clone fills its own.

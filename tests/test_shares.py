@@ -130,7 +130,9 @@ def check_equal(config: Config, rows9, calls: int = 3):
     assert whole["0/params/norm_final/weight"].tobytes() != whole[f"{calls - 1}/params/norm_final/weight"].tobytes(), "nothing was learnt"
 
 
-@pytest.mark.parametrize(("devices", "options"), [(8, MUON | {"log_grad_norm": True}), (3, {"grad_clip_norm": 0.5})])
+@pytest.mark.parametrize(
+    ("devices", "options"), [(8, MUON | {"log_grad_norm": True}), pytest.param(3, {"grad_clip_norm": 0.5}, marks=pytest.mark.long)]
+)
 def test_every_bit_is_that_of_the_whole_state(devices, options, rows9):
     check_equal(config_of(devices, **options), rows9)
 
@@ -229,7 +231,7 @@ def test_a_collective_that_nobody_foretold_is_named(rows9, monkeypatch):
 # Checkpoints
 
 
-@pytest.mark.parametrize("layout", [{}, {"stack_blocks": True, "optimizer": "muon"}])
+@pytest.mark.parametrize("layout", [{}, pytest.param({"stack_blocks": True, "optimizer": "muon"}, marks=pytest.mark.long)])
 def test_checkpoints_restore_between_split_and_whole_and_device_counts(free, tmp_path, rows9, layout):  # noqa: F811
     options = SMALL | layout | {"batch_size": 48, "max_training_samples": 48, "save_every_samples": 48, "data_parallel": True}
     saved = train(Config(**options, shard_state="data", data_parallel_devices=8, traindir=tmp_path, datadir=rows9), log=lambda line: None)

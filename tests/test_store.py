@@ -5,6 +5,7 @@ import errno
 import importlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -415,7 +416,7 @@ def test_another_batch_in_the_middle_of_an_epoch_is_refused(tmp_path, rows9, fre
 
 def test_another_optimizer_is_refused_by_the_api_too(tmp_path, rows9, free):
     run(tmp_path, rows9)
-    for options, message in (({"optimizer": "muon"}, "optimizer adamw, but the run has muon"), ({"pos_len": 19}, "pos_len 9, but the run has 19")):
+    for options, message in (({"optimizer": "muon"}, "optimizer adamw, but the options say muon: give --optimizer"), ({"pos_len": 19}, "pos_len 9, but the options say 19")):
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(tmp_path, config_of(**options))
 
@@ -471,11 +472,13 @@ def test_what_cannot_be_converted_is_said(tmp_path, rows9, free, capsys):
     run(tmp_path / "run", rows9, ema_decay=0.0)
     (tmp_path / "there").mkdir()
     (tmp_path / "some.pkl").write_bytes(b"")
+    (tmp_path / "empty.pkl").write_bytes(pickle.dumps({"params": {}, "opt_state": {}, "meta": {}}))
     for words, message in (
         ((tmp_path / "run", tmp_path / "there"), "is there already"),
         ((tmp_path / "run", tmp_path / "new.pkl", "--use", "ema"), "has no moving average"),
         ((tmp_path / "run", tmp_path / "new.pkl", "--pos-len", "9"), "it holds its own options"),
-        ((tmp_path / "some.pkl", tmp_path / "new.pkl"), "does not hold the options"),
+        ((tmp_path / "some.pkl", tmp_path / "new.pkl"), "some.pkl: cannot be read"),
+        ((tmp_path / "empty.pkl", tmp_path / "new.pkl"), "does not hold the options"),
         ((tmp_path / "there", tmp_path / "new.pkl"), "holds no checkpoint"),
         ((tmp_path / "nothing.pkl", tmp_path / "new.pkl"), "no such file"),
         ((tmp_path / "nothing.pkl", tmp_path / "new.pkl", "--pos-len", "9"), "no such file"),

@@ -539,7 +539,7 @@ class RunsCode:
         ("truncated", {}, "truncated or damaged"),
         ("evil", {}, "posix.mkdir"),
         ("whole", {"model_kind": "b3c96"}, "model_config"),
-        ("optimizer", {}, "optimizer sgd, but the run has adamw"),
+        ("optimizer", {}, "optimizer sgd, but the options say adamw"),
         ("leaf", {}, "leaf conv_spatial/w is missing"),
     ],
 )

@@ -98,5 +98,5 @@ def test_table_shows_every_row():
     console = Console(file=io.StringIO(), width=160)
     console.print(mesh_check.mesh_table(check))
     text = console.file.getvalue()
-    assert all(row.name in text for row in check.rows) and "-2.966796875, -3.041015625" in text and "PASSED" in text
+    assert all(row.name in text for row in check.rows) and "-2.966796875, -3.041015625" in text and "passed" in text
     assert len(mesh_check.mesh_rows(check)) == len(check.rows)

@@ -8,6 +8,7 @@ from kgo_shard.__main__ import main
 from kgo_shard.config import ConfigError
 from kgo_shard.diff import run
 from kgo_shard.diff.faults import FAULTS
+from kgo_shard.diff.trace import Tape
 
 
 def test_a_deleted_old_stack_is_named_in_one_line(monkeypatch, capsys):
@@ -19,7 +20,7 @@ def test_a_deleted_old_stack_is_named_in_one_line(monkeypatch, capsys):
 
 def test_an_unknown_fault_lists_the_known_ones():
     with pytest.raises(ConfigError, match="gremlins.*naive_port"):
-        run.diff(None, exact=True, fault="gremlins")
+        run.diff(Tape({}, [], 1), exact=True, fault="gremlins")
 
 
 def test_every_fault_names_a_stage_and_its_meaning():

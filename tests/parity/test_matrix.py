@@ -83,7 +83,7 @@ def test_the_subset_touches_every_option_too():
 
 @pytest.mark.parametrize("version", ["0.7.2", "0.10.2"])
 def test_the_committed_results_are_of_the_whole_matrix_and_equal(version):
-    """On 0.7.2 without the split state, of which `nox -s jax072` compares two settings."""
+    """On 0.7.2 without the split state, of which `nox -s jax072` compares a setting."""
     results = json.loads((RESULTS / f"matrix_jax_{version}.json").read_text())
     assert results["environment"]["JAX"] == version
     assert set(results["settings"]) == set(matrix.SETTINGS) - (set(matrix.SPLIT) if version == "0.7.2" else set())

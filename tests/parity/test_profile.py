@@ -21,6 +21,9 @@ LINE = re.compile(
 )
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def printed(rows9, tmp_path_factory):
     """side -> (state, lines, what lies in the folder of the run afterwards), with gradients; donation must not take the state."""
