@@ -341,6 +341,7 @@ def test_terms_are_summed_over_devices_and_the_loss_is_averaged(probed):
         assert abs(float(getattr(stages.terms, name)) - expected) <= limits.summation_limit(DEVICES + 1, np.abs(exact).sum(), FLOAT), name
 
 
+@pytest.mark.long
 def test_the_global_objective_has_the_single_devices_gradient_and_the_replica_objective_has_not(batches, probed, capsys):
     config = CONFIG.replace(**ONE_DEVICE)
     single, _ = make_gradient(config)(init_state(config), batches[0])

@@ -10,6 +10,9 @@ from kgo_shard.diff.limits import limit_for
 OPTIONS = dict(pos_len=9, batch_size=32, model_kind="b2c32", compute_dtype="float32", symmetry_type="none", data_parallel=True)
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def audits(rows9):
     config = Config(**OPTIONS, data_parallel_devices=8)

@@ -32,6 +32,7 @@ def test_four_steps_in_one_call_equal_four_calls(options):
     assert int(stack.to_host(one)["step"]) == 4 and int(stack.to_host(one)["samples"]) == 64
 
 
+@pytest.mark.long
 @needs_exact
 @needs_4
 def test_gradient_on_four_devices_is_the_mean_of_four_shards():
