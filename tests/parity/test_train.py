@@ -314,6 +314,7 @@ def test_a_broken_index_is_refused_by_both(tmp_path, text):
 # The real thing
 
 
+@pytest.mark.long
 def test_real_runs_print_the_same_lines_but_for_the_times(tmp_path, rows9):
     """Two steps, then two more after a resume; the programs are those of test_profile.py."""
     runs = [dict(max_training_samples=samples, print_every=2, log_step_time=True, donate_train_buffers=True) for samples in (64, 128)]

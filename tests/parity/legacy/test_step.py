@@ -15,9 +15,10 @@ needs_4 = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs 4 devic
 needs_exact = pytest.mark.skipif("fusion" not in __import__("os").environ.get("XLA_FLAGS", ""), reason="needs exact mode")
 
 
+@pytest.mark.long
 @needs_exact
 @needs_4
-@pytest.mark.parametrize("options", [{}, pytest.param(FOUR, marks=pytest.mark.long)])
+@pytest.mark.parametrize("options", [{}, FOUR])
 def test_four_steps_in_one_call_equal_four_calls(options):
     config = small_config(**options)
     step, batches = stack.make_train_step(config), first_batches(config, 4)
