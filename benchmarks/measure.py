@@ -190,7 +190,8 @@ def in_another_order(side, batch_size: int, seed: int):
 
 
 def words_of(name: str, value) -> list[str]:
-    flag = "--" + name.replace("_", "-")
+    from kgo_shard.config import flag_of
+
     if value is True:
-        return [flag]
-    return [] if value is False else [flag, str(value)]
+        return [flag_of(name)]
+    return [] if value is False else [flag_of(name), str(value)]

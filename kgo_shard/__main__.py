@@ -188,8 +188,10 @@ def make_console() -> Console:
 
 def restart_exact(argv: Sequence[str]):
     """Start this command again with the compiler flags of exact mode, which JAX reads only once. Does not return."""
-    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in {ours.split("=")[0] for ours in exact_flags()}]
-    environment = os.environ | {"XLA_FLAGS": " ".join((*others, *exact_flags()))}
+    ours = exact_flags()
+    names = {flag.split("=")[0] for flag in ours}
+    others = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.split("=")[0] not in names]
+    environment = os.environ | {"XLA_FLAGS": " ".join((*others, *ours))}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", "kgo_shard", *argv], environment)
 

@@ -245,8 +245,9 @@ def check_meta(path: Path, meta: dict[str, Any], config: Config):
     assumed = {"stack_blocks": False, "fuse_projections": False, "int8_train": False}
     assumed |= {key: wanted[key] for key in ("muon_target", "int8_target", "int8_fwd_bits", "int8_bwd_bits")}
     for key, value in wanted.items():
-        saved, option = meta.get(key, assumed.get(key)), "--model-kind" if key == "model_config" else flag_of(key)
+        saved = meta.get(key, assumed.get(key))
         if saved != value:
+            option = flag_of("model_kind" if key == "model_config" else key)
             raise CheckpointError(f"{path}: written with {key} {saved}, but the options say {value}: give {option} as it was, or another folder (--traindir)")
 
 
