@@ -76,6 +76,28 @@ def measure_starts(words: list[str], devices: int, folder: Path) -> list[float]:
     return seconds
 
 
+def run(options: dict, datadir: Path, devices: int, saves: int, show) -> dict:
+    from kgo_shard.batches import find_files, read_packed_batches
+    from kgo_shard.config import Config
+
+    words = [text for name, value in options.items() for text in measure.words_of(name, value)]
+    words += ["--datadir", str(datadir), "--max-training-samples", str(options["batch_size"]), "--print-every", "1", "--max-val-batches", "1"]
+    config = Config(**options)
+    batch = next(read_packed_batches(find_files(datadir / "train"), config, 0))
+    with tempfile.TemporaryDirectory() as folder:
+        starts = {count: measure_starts([*words, "--no-final-save"], count, Path(folder) / f"starts{count}") for count in sorted({1, devices})}
+        samples = measure_saves(config, batch, saves, Path(folder), show)
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    return measure.result(
+        "the stall of the loop for a save against the original's blocking save; a second start against the first",
+        options | {"devices": 1, "optimizer": config.optimizer, "rows": datadir.name, "saves": saves},
+        samples=samples,
+        starts=starts,
+        ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"]}
+        | {"start": {count: second / first for count, (first, second) in starts.items()}},
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
@@ -86,26 +108,8 @@ def main() -> int:
     measure.add_devices(parser)
     arguments = parser.parse_args()
     devices = measure.use_devices(arguments.devices)
-    from kgo_shard.batches import find_files, read_packed_batches
-    from kgo_shard.config import Config
-
     options = {"pos_len": arguments.pos_len, "model_kind": arguments.model_kind, "batch_size": 8, "ema_decay": 0.999, "compute_dtype": "float32"}
-    words = [text for name, value in options.items() for text in measure.words_of(name, value)]
-    words += ["--datadir", str(arguments.datadir), "--max-training-samples", "8", "--print-every", "1", "--max-val-batches", "1"]
-    config = Config(**options)
-    batch = next(read_packed_batches(find_files(arguments.datadir / "train"), config, 0))
-    with tempfile.TemporaryDirectory() as folder:
-        starts = {count: measure_starts([*words, "--no-final-save"], count, Path(folder) / f"starts{count}") for count in sorted({1, devices})}
-        samples = measure_saves(config, batch, arguments.saves, Path(folder), measure.show)
-    medians = {name: statistics.median(times) for name, times in samples.items()}
-    found = measure.result(
-        "the stall of the loop for a save against the original's blocking save; a second start against the first",
-        options | {"devices": 1, "optimizer": config.optimizer, "rows": arguments.datadir.name, "saves": arguments.saves},
-        samples=samples,
-        starts=starts,
-        ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"]}
-        | {"start": {count: second / first for count, (first, second) in starts.items()}},
-    )
+    found = run(options, arguments.datadir, devices, arguments.saves, measure.show)
     measure.write(arguments.json, found)
     ratios = found["ratios"]
     print(

@@ -205,7 +205,8 @@ def test_every_collective_is_foretold_from_the_shapes(devices, options, rows9):
     kinds = {kind: sum(n for c, n in found.found.items() if c.kind == kind) for kind in ("reduce_scatter", "all_gather")}
     leaves = len(jax.tree.leaves(init_state(config_of(devices, **options)).learned.net))
     assert kinds == {"reduce_scatter": leaves, "all_gather": leaves}
-    assert not [c for c in found.found if c.kind == "all_reduce" and c.elements > 26], "no gradient is reduced whole"
+    reduced_whole = sum(c.elements * n for c, n in found.found.items() if c.kind == "all_reduce")
+    assert reduced_whole < 32 * 32, "terms, statistics and the norm's sums: less than one matrix's gradient"
 
 
 @pytest.mark.long

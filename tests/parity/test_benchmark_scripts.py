@@ -1,7 +1,5 @@
 """Every benchmark runs at the smallest size and keeps every sample; unequal work is refused before anything is timed."""
 
-import json
-import sys
 from collections import Counter
 
 import jax
@@ -152,11 +150,8 @@ def test_input(compared, rows9):
     assert "rows a second with history" in draw.section({"input": found})
 
 
-def test_save_stall(rows9, tmp_path, monkeypatch):
-    out = tmp_path / "found.json"
-    words = ["--model-kind", "b2c32", "--pos-len", "9", "--datadir", str(rows9), "--saves", "2", "--devices", "2", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["save_stall", *words])
-    assert save_stall.main() == 0
-    found = json.loads(out.read_text())
-    assert {len(times) for times in found["samples"].values()} == {2} and {count: len(times) for count, times in found["starts"].items()} == {"1": 2, "2": 2}
+def test_save_stall(rows9):
+    options = {"pos_len": 9, "model_kind": "b2c32", "batch_size": 8, "ema_decay": 0.999, "compute_dtype": "float32"}
+    found = save_stall.run(options, rows9, 2, 2, silent)
+    assert {len(times) for times in found["samples"].values()} == {2} and {count: len(times) for count, times in found["starts"].items()} == {1: 2, 2: 2}
     assert "stands still" in draw.section({"save_stall": found})
