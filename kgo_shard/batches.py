@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,26 @@ def name_in(folder: Path, path: Path) -> str:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path.absolute())
 
 
+def read_ahead(files: Sequence[str | Path], config: Config) -> Iterator[tuple[str | Path, dict[str, np.ndarray] | DataError]]:
+    """Each file with its rows, or with what is wrong with it; while one is trained on, a thread reads the next."""
+
+    def load(path):
+        try:
+            return load_rows(path, config.pos_len, config.allow_nonfull_mask)
+        except DataError as error:
+            return error
+
+    thread = ThreadPoolExecutor(1)
+    try:
+        coming = None
+        for path, following in itertools.zip_longest(files, files[1:]):
+            rows = coming.result() if coming else load(path)
+            coming = thread.submit(load, following) if following else None
+            yield path, rows
+    finally:
+        thread.shutdown(wait=False)  # who stops early does not wait for a file that nobody wants
+
+
 def read_packed_batches(
     files: Sequence[str | Path], config: Config, seed: int, place: Place | None = None, bad: BadFiles | None = None
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -158,12 +179,9 @@ def read_packed_batches(
     images = SYMMETRIES[config.symmetry_type]
     num_read = rows_read(config)
     largest, resumed = (0, None), (place.file, place.batch) != (0, 0)
-    while place.file < len(files):
-        path = files[place.file]
-        try:
-            rows = load_rows(path, config.pos_len, config.allow_nonfull_mask)
-        except DataError as error:
-            bad.meet(path, error)
+    for path, rows in read_ahead(files[place.file :], config):
+        if isinstance(rows, DataError):
+            bad.meet(path, rows)
             place.file, place.batch = place.file + 1, 0
             continue
         num_rows = len(rows[layout.TARGETS])

@@ -6,6 +6,7 @@ import os
 import stat
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Header(NamedTuple):
     """What an array's own header says of it, and where its numbers begin in its entry of the zip file."""
 
     shape: tuple[int, ...]
+    columns_first: bool
     dtype: np.dtype
     start: int
 
@@ -36,7 +38,9 @@ def load_rows(path: str | Path, pos_len: int, allow_nonfull_mask: bool = False) 
     path = Path(path)
     with _opened(path) as archive:
         headers = _checked_headers(path, archive, pos_len)
-        rows = {key: _read_array(path, archive, key) for key in headers if key != "pos_len"}
+        with ThreadPoolExecutor(len(headers)) as threads:  # they inflate side by side
+            arrays = threads.map(lambda key: _read_array(path, archive, key, headers[key]), headers)
+            rows = dict(zip(headers, arrays, strict=True))
     rows[layout.POLICY] = rows[layout.POLICY][:, : layout.NUM_POLICY_TARGETS]
     for key, array in rows.items():
         _check_finite(path, key, array)
@@ -81,14 +85,14 @@ def _damaged(path: Path, error: Exception, key: str | None = None) -> DataError:
 
 
 def _checked_headers(path: Path, archive: zipfile.ZipFile, pos_len: int) -> dict[str, Header]:
-    """The headers of the six arrays that are read, and of `pos_len` where the file has it."""
+    """The headers of the six arrays that are read."""
     expected = layout.row_shapes(pos_len)
     stored = {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
     if "pos_len" in stored:
-        shape = _read_header(path, archive, "pos_len").shape
-        if math.prod(shape) != 1:
-            raise DataError(f"{path}: key pos_len has shape {shape}, expected one number, {pos_len}: write the file again or take it out of the folder")
-        saved = _read_array(path, archive, "pos_len").item()
+        header = _read_header(path, archive, "pos_len")
+        if math.prod(header.shape) != 1:
+            raise DataError(f"{path}: key pos_len has shape {header.shape}, expected one number, {pos_len}: write the file again or take it out of the folder")
+        saved = _read_array(path, archive, "pos_len", header).item()
         if saved != pos_len:
             raise DataError(f"{path}: key pos_len says {saved} but the run says {pos_len}: change --pos-len")
     planes_key = layout.PACKED if layout.PACKED in stored else layout.PLANES
@@ -117,8 +121,8 @@ def _read_header(path: Path, archive: zipfile.ZipFile, key: str) -> Header:
         with archive.open(name) as file:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(file)
-            header = Header(shape, dtype, file.tell())
+            header = Header(*read(file), file.tell())
+            shape, _, dtype, _ = header
     except Exception as error:
         raise _damaged(path, error, key) from None
     if dtype.kind not in "biuf":  # bool, signed, unsigned, float
@@ -129,13 +133,14 @@ def _read_header(path: Path, archive: zipfile.ZipFile, key: str) -> Header:
     return header
 
 
-def _read_array(path: Path, archive: zipfile.ZipFile, key: str) -> np.ndarray:
-    """One array whose header was checked."""
+def _read_array(path: Path, archive: zipfile.ZipFile, key: str, header: Header) -> np.ndarray:
+    """One array whose header was checked; read-only."""
+    size = header.start + math.prod(header.shape) * header.dtype.itemsize
     try:
         with archive.open(key + ".npy") as file:
-            array = np.lib.format.read_array(file, allow_pickle=False)
+            entry = file.read(size)  # in one piece: other threads run while it is inflated
             file.read(1)  # the end of the entry: its checksum is looked at only there
-            return array
+        return np.ndarray(header.shape, header.dtype, entry, header.start, order="F" if header.columns_first else "C")
     except Exception as error:
         raise _damaged(path, error, key) from None
 

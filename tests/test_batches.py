@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kgo_shard import augment
 from kgo_shard.batches import check_files, draw_history, epoch_files, find_files, read_batches, read_packed_batches, read_validation
 from kgo_shard.config import Config
-from kgo_shard.npz import DataError
+from kgo_shard.npz import DataError, load_rows
 
 KEYS = ("binaryInputNCHW", "globalInputNC", "policyTargetsNCMove", "globalTargetsNC", "scoreDistrN", "valueTargetsNCHW")
 ALLOWED = {"xyt": range(8), "x": (0, 5), "xy": (0, 2, 5, 7), "x+y": (0, 2), "t": (0, 4)}
@@ -167,6 +168,24 @@ def test_rows_come_in_order_and_each_files_remainder_is_dropped(tmp_path, stampe
     batches = list(read_packed_batches(files, make_config(), 1))
     # In the order given, not sorted; floor(37/16), floor(5/16) and floor(16/16) batches.
     assert stamps(batches) == [list(range(16)), list(range(16, 32)), list(range(200, 216))]
+
+
+def test_the_next_file_is_read_while_one_is_trained_on_and_no_other(tmp_path, stamped, monkeypatch):
+    files = [stamped(tmp_path, f"{i}.npz", 40) for i in range(3)]
+    read, second_is_read = [], threading.Event()
+
+    def load(path, *options):
+        rows = load_rows(path, *options)
+        read.append(path)
+        if path == files[1]:
+            second_is_read.set()
+        return rows
+
+    monkeypatch.setattr("kgo_shard.batches.load_rows", load)
+    stream = read_packed_batches(files, Config(pos_len=9, batch_size=16), 0)
+    next(stream)
+    assert second_is_read.wait(20) and read == files[:2]
+    assert [len(batch[KEYS[1]]) for batch in stream] == [16] * 5 and read == files
 
 
 def test_all_reads_an_eighth_of_the_rows_and_emits_eight_images(tmp_path, stamped):

@@ -72,6 +72,12 @@ def test_unpacked_planes_are_accepted(write, six_rows, dtype):
     np.testing.assert_array_equal(rows[PLANES], planes)
 
 
+def test_arrays_that_were_stored_column_by_column_have_the_same_numbers(write, six_rows):
+    rows = load_rows(write(**{key: np.asfortranarray(value) for key, value in six_rows.items()}), 9)
+    for key, value in rows.items():
+        np.testing.assert_array_equal(value, six_rows[key])
+
+
 def test_targets_may_have_more_or_just_enough_columns(write, six_rows):
     assert load_rows(write(**{TARGETS: six_rows[TARGETS][:, :41]}), 9)[TARGETS].shape == (6, 41)
     assert load_rows(write(), 9)[TARGETS].shape == (6, 80)
