@@ -119,7 +119,7 @@ def section(results: dict[str, dict]) -> str:
     add(
         "input",
         "Input",
-        f"Rows a second from compressed files; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.",
+        f"Rows a second from compressed files of thousands of rows; a row is {sizes['ours']:.0f} bytes to the device, the original's {sizes['original']:.0f}.",
         of("input", input_table),
     )
     add(

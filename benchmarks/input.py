@@ -3,7 +3,8 @@
     python -m benchmarks.input [--json FILE] [--datadir DATA] [--repeats 5] [--model-kind b12c192] ...
 
 Rows a second from compressed files on the disk to host batches, the original's loader against ours, in turns, with and without history
-and symmetry; and to finished arrays on one device (ours are finished there): one, because with several logical devices the time of
+and symmetry; from files of 2,048 rows, the real ones of DATA again and again, because self-play writes thousands to a file and its small
+samples would show little but the opening of files; and to finished arrays on one device (ours are finished there): one, because with several logical devices the time of
 starting a program on each of them would be all that is seen of it. Bytes of a row as it is handed to the devices. Seconds
 to save and to load a checkpoint in the original's format and in ours. Bytes of state on each device, by kind, and what the compiled
 step says of its own memory.
@@ -18,6 +19,26 @@ from pathlib import Path
 
 from . import measure
 from .step import add_arguments, options_of
+
+ROWS_A_FILE = 2048
+
+
+def write_large_files(files, folder: Path, count: int = 2, num_rows: int = ROWS_A_FILE) -> list[Path]:
+    """Compressed files of `num_rows` rows each: those of `files` one after the other, from the beginning again where they end."""
+    import numpy as np
+
+    kept: dict[str, list] = {}
+    for path in files:
+        with np.load(path) as rows:
+            for key in rows.files:
+                kept.setdefault(key, []).append(rows[key])
+    arrays = {key: np.concatenate(parts) if parts[0].ndim else parts[0] for key, parts in kept.items()}
+    found = next(len(array) for array in arrays.values() if array.ndim)
+    paths = [folder / f"data{number}.npz" for number in range(count)]
+    for number, path in enumerate(paths):
+        chosen = np.arange(number * num_rows, (number + 1) * num_rows) % found
+        np.savez_compressed(path, **{key: array[chosen] if array.ndim else array for key, array in arrays.items()})
+    return paths
 
 
 def time_loaders(config, files, repeats: int, show) -> dict[str, dict[str, list[float]]]:
@@ -143,12 +164,13 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, show) -> dict:
 
     measure.refuse_unequal_work(options, datadir, devices)
     config, files = Config(**options, **measure.parallel(devices), ema_decay=0.999), find_files(datadir / "train")
-    loaders = time_loaders(config, files, repeats, show)
+    with tempfile.TemporaryDirectory() as folder:
+        loaders = time_loaders(config, write_large_files(files, Path(folder)), repeats, show)
     weights = row_bytes(config, files)
     medians = {mode: {name: statistics.median(rates) for name, rates in samples.items()} for mode, samples in loaders.items()}
     return measure.result(
         "rows a second from files to batches, bytes a row, seconds to save and load, bytes of state",
-        options | {"devices": devices, "repeats": repeats, "rows": str(datadir.name), "files": len(files), "ema_decay": 0.999},
+        options | {"devices": devices, "repeats": repeats, "rows": str(datadir.name), "rows_a_file": ROWS_A_FILE, "ema_decay": 0.999},
         rows_a_second=loaders,
         bytes_a_row=weights,
         checkpoints=time_checkpoints(config, repeats, show),

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import components, contenders, draw, input, masters, measure, quality, save_stall, scaling, split_state, step, sweep
@@ -137,6 +138,15 @@ def test_a_sweep_has_a_row_for_what_does_not_fit(compared, rows9):
     assert "divide" in odd["does not fit"] and "none of 2 files holds the 512 rows" in large["does not fit"]
     assert "the limit is 0.001 GiB" in sweep.measure_one(kinds[1], rows9, 2, 1, 0.001)["does not fit"]
     assert draw.section({"sweep": found}).count("does not fit") == 2
+
+
+def test_large_files_hold_the_real_rows_over_and_over(tmp_path, rows9):
+    files = find_files(rows9 / "train")
+    parts, large = [np.load(path) for path in files], [np.load(path) for path in input.write_large_files(files, tmp_path, 2, 500)]
+    for key in parts[0].files:
+        if parts[0][key].ndim:
+            real = np.concatenate([part[key] for part in parts])
+            np.testing.assert_array_equal(np.concatenate([file[key] for file in large]), np.take(real, range(1000), axis=0, mode="wrap"))
 
 
 def test_input(compared, rows9):
