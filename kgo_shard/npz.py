@@ -1,6 +1,7 @@
 """One npz file -> validated host arrays, or an error that names the file, the key and the row."""
 
 import contextlib
+import copy
 import math
 import os
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from isal import isal_zlib
 
 from . import layout
 
@@ -137,12 +139,29 @@ def _read_array(path: Path, archive: zipfile.ZipFile, key: str, header: Header) 
     """One array whose header was checked; read-only."""
     size = header.start + math.prod(header.shape) * header.dtype.itemsize
     try:
-        with archive.open(key + ".npy") as file:
-            entry = file.read(size)  # in one piece: other threads run while it is inflated
-            file.read(1)  # the end of the entry: its checksum is looked at only there
+        entry = _read_entry(archive, archive.getinfo(key + ".npy"), size)
         return np.ndarray(header.shape, header.dtype, entry, header.start, order="F" if header.columns_first else "C")
     except Exception as error:
         raise _damaged(path, error, key) from None
+
+
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, size: int) -> bytes:
+    """An entry of `size` bytes in one piece, so that other threads run while it is inflated: by ISA-L, in a third of zlib's time.
+
+    Raises zipfile.BadZipFile where its checksum is another.
+    """
+    if info.compress_type != zipfile.ZIP_DEFLATED:
+        with archive.open(info) as file:
+            entry = file.read(size)
+            file.read(1)  # the end of the entry: its checksum is looked at only there
+        return entry
+    deflated = copy.copy(info)  # as if its bytes were stored as they are
+    deflated.compress_type, deflated.file_size, deflated.CRC = zipfile.ZIP_STORED, info.compress_size, None
+    with archive.open(deflated) as file:
+        entry = isal_zlib.decompressobj(wbits=-15).decompress(file.read(), size)  # raw, and never more than was promised
+    if isal_zlib.crc32(entry) != info.CRC:
+        raise zipfile.BadZipFile(f"bad checksum of {info.filename}")
+    return entry
 
 
 def _check_shape(path: Path, key: str, shape: tuple[int, ...], row_shape: tuple[int, ...]):
