@@ -60,9 +60,9 @@ def time_diff(tape, repeats: int, show) -> dict[str, list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=measure.writable, help="write the results here")
+    parser.add_argument("--steps", type=measure.positive, default=6)
+    parser.add_argument("--repeats", type=measure.positive, default=3)
     measure.add_devices(parser)
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
@@ -97,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

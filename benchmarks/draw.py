@@ -53,20 +53,34 @@ def work_line(result: dict) -> str:
     return ", ".join(form.format(settings[name]) for name, form in forms.items() if name in settings) + f"; commit {commit}, {result['date']}"
 
 
-def goal(text: str, value: float, limit: float, at_most: bool) -> str:
-    reached = value <= limit if at_most else value >= limit
-    return f"- {text}: {value:.4g}, the goal {'at most' if at_most else 'at least'} {limit:g}: {'reached' if reached else '**not reached**'}"
+def goal(text: str, value: float, limit: float, at_most: bool, interval: tuple[float, float] | None = None) -> str:
+    """One line; where the figure's 90 % interval is given, the verdict is that of the whole interval, or open."""
+    low, high = interval or (value, value)
+    if not at_most:
+        low, high, value, limit = -high, -low, -value, -limit
+    verdict = "reached" if high <= limit else "**not reached**" if low > limit else "**open**: the goal lies within the interval"
+    shown = " (90 % interval {:.3f} to {:.3f})".format(*interval) if interval else ""
+    return f"- {text}: {abs(value):.4g}{shown}, the goal {'at most' if at_most else 'at least'} {abs(limit):g}: {verdict}"
+
+
+def latencies(result: dict, name: str) -> list[float]:
+    return [step["whole"] for step in result["samples"][name]["latency"]]
 
 
 def goals(results: dict[str, dict]) -> list[str]:
     """What the migration was to reach, and whether it did."""
     lines = []
     if "step-adamw" in results:
-        lines.append(goal("latency of an AdamW step, shard_map / pmap", results["step-adamw"]["ratios"]["latency"]["shard_map"], 1.0, True))
+        found = results["step-adamw"]
+        interval = measure.ratio_interval(latencies(found, "shard_map"), latencies(found, "pmap"))
+        lines.append(goal("latency of an AdamW step, shard_map / pmap", found["ratios"]["latency"]["shard_map"], 1.0, True, interval))
+        interval = measure.ratio_interval(found["samples"]["shard_map"]["rate"], found["samples"]["pmap"]["rate"])
+        lines.append(goal("time of one of several AdamW steps in a row, shard_map / pmap", found["ratios"]["rate"]["shard_map"], 1.0, True, interval))
     if "split_state" in results:
         found = results["split_state"]
         for rule, limit in (("adamw", 1.0), ("muon", 0.78)):
-            lines.append(goal(f"a step with split state, {rule}, of pmap's", found["ratios"][f"split, {rule}"], limit, True))
+            interval = measure.ratio_interval(found["samples"][f"split, {rule}"], found["samples"][f"pmap, {rule}"])
+            lines.append(goal(f"a step with split state, {rule}, of pmap's", found["ratios"][f"split, {rule}"], limit, True, interval))
         lines.append(goal("what full Muon adds to it, of what it adds to pmap's", found["ratios"]["added by Muon, split"], 0.25, True))
         lines.append(goal("the split Muon step on most devices, of one device's", found["growth"]["largest to one device"], 1.15, True))
         held = found["bytes_held"]
@@ -141,7 +155,8 @@ def section(results: dict[str, dict]) -> str:
     add("sweep", "Sweep", "", of("sweep", sweep_table))
     stalls = results.get("save_stall", {}).get("ratios")
     add("save_stall", "Saving", stalls and f"The loop stands still for {stalls['stall']:.3f} of the original's blocking save; a step beside a save takes "
-        f"{stalls['beside']:.2f} times as long; a second start takes "
+        f"{stalls['beside']:.2f} times as long, so that on these shared cores a save costs {stalls['cost']:.1f} times what the blocking one does "
+        "(it is compressed, with checksums); a second start takes "
         + ", ".join(f"{ratio:.2f} of the first on {devices} device{'s' if int(devices) > 1 else ''}" for devices, ratio in stalls["start"].items()) + ".")  # fmt: skip
     cost = results.get("diff_cost", {}).get("ratios")
     add(
@@ -213,6 +228,9 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, help="rewrite the section between the markers of this file")
     arguments = parser.parse_args()
     results = {path.stem: json.loads(path.read_text()) for path in sorted(arguments.results.glob("*.json"))}
+    if not results:
+        print(f"{arguments.results}: holds no results (*.json): run python -m benchmarks first", file=sys.stderr)
+        return 2
     draw_pictures(results, arguments.results)
     text = section(results)
     print(text)

@@ -146,15 +146,12 @@ def state_bytes(config) -> dict[str, int]:
 
 
 def step_memory(config, files) -> dict[str, dict[str, int]]:
-    """What each compiled step says of its memory: bytes of arguments, outputs, temporaries, and at most; of all devices' program on one."""
+    """What each compiled step says of its memory, see measure.bytes_of; the program of one device."""
     from . import contenders
 
     found = {}
     for contender in (contenders.make_pmap(config, files, 1), contenders.make_shard_map(config, files, 1)):
-        analysis = contender.lower().compile().memory_analysis()
-        names = ("argument", "output", "temp")
-        found[contender.name] = {name: getattr(analysis, f"{name}_size_in_bytes") for name in names}
-        found[contender.name]["at most"] = getattr(analysis, "peak_memory_in_bytes", 0)
+        found[contender.name] = measure.bytes_of(contender.lower().compile())
     return found
 
 
@@ -200,4 +197,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

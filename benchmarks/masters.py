@@ -79,9 +79,11 @@ def main() -> int:
     measure.add_devices(parser)
     parser.set_defaults(model_kind="b2c32", pos_len=9, batch_size=32, compute_dtype="bfloat16", optimizer="muon", datadir=measure.DATA.with_name("selfplay9"))
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=16384, help="rows trained on before the validation")
+    parser.add_argument("--seeds", type=measure.positive, default=3)
+    parser.add_argument("--samples", type=measure.positive, default=16384, help="rows trained on before the validation")
     arguments = parser.parse_args()
+    if arguments.samples < arguments.batch_size:
+        parser.error(f"--samples {arguments.samples} are no step of --batch-size {arguments.batch_size}")
     devices = measure.use_devices(arguments.devices)
     measure.keep_compiled()
     options = options_of(arguments) | {"lr": arguments.lr, "warmup_samples": 512, "lr_schedule": "constant"}
@@ -93,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -28,13 +29,54 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def writable(text: str) -> Path:
+    """A file that can be written, for argparse: asked before the work, not after it."""
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written ({error.strerror})") from None
+    if not path.stat().st_size:
+        path.unlink()
+    return path
+
+
+def ended(main: Callable[[], int]) -> int:
+    """What a script's process ends with: 2 and one line where its work is refused."""
+    from kgo_shard.config import ConfigError
+    from kgo_shard.npz import DataError
+
+    try:
+        return main()
+    except (UnequalWork, ConfigError, DataError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def start_devices(count: int) -> int:
+    """How many devices there are: `count` logical ones where there is no accelerator. Before JAX starts; SystemExit for too many."""
+    import jax
+
+    from kgo_shard.__main__ import MOST_DEVICES
+
+    if not 1 <= count <= MOST_DEVICES:
+        raise SystemExit(f"{count} devices: give 1 to {MOST_DEVICES}")
+    jax.config.update("jax_num_cpu_devices", count)
+    return jax.local_device_count()
+
+
 def use_devices(count: int) -> int:
     """How many devices to use; before JAX starts. `count` of them, which are logical ones where there is no accelerator; 0 means all
     accelerators, or eight logical devices. SystemExit where there are fewer."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", count or LOGICAL_DEVICES)
-    there = jax.local_device_count()
+    there = start_devices(count or LOGICAL_DEVICES)
     if there < count:
         raise SystemExit(f"{count} devices are asked for, this machine has {there}")
     return count or there
@@ -83,6 +125,24 @@ def time_calls(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
                 jax.block_until_ready(calls[name]())
                 samples[name].append(time.perf_counter() - started)
     return samples
+
+
+def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """90 % of the ratio of medians, from 2,000 draws with replacement of each side's samples (percentile bootstrap, Efron 1979)."""
+    draws = random.Random(0)
+    ratios = sorted(
+        statistics.median(draws.choices(ours, k=len(ours))) / statistics.median(draws.choices(theirs, k=len(theirs))) for _ in range(2000)
+    )
+    return ratios[100], ratios[-101]
+
+
+def bytes_of(compiled) -> dict[str, int]:
+    """Bytes of arguments, outputs and temporaries of one device, by the program's own analysis, and their sum, less what outputs take
+    over from arguments. (Its `peak_memory_in_bytes` leaves temporaries out on CPU.)"""
+    analysis = compiled.memory_analysis()
+    kinds = {"arguments": "argument", "outputs": "output", "temporaries": "temp"}
+    found = {name: getattr(analysis, f"{kind}_size_in_bytes") for name, kind in kinds.items()}
+    return found | {"all": sum(found.values()) - analysis.alias_size_in_bytes}
 
 
 def machine_gib() -> float:

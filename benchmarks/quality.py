@@ -167,10 +167,10 @@ def main() -> int:
     parser.set_defaults(model_kind="b2c32", pos_len=9, batch_size=32, datadir=measure.DATA.with_name("selfplay9"))
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--target", type=float, default=44.0, help="validation loss")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=measure.positive, default=5)
     parser.add_argument("--margin", type=float, default=0.05, help="how much more the new side may need, as a share")
-    parser.add_argument("--every", type=int, default=512, help="samples between validations")
-    parser.add_argument("--most-samples", type=int, default=8192)
+    parser.add_argument("--every", type=measure.positive, default=512, help="samples between validations")
+    parser.add_argument("--most-samples", type=measure.positive, default=8192)
     arguments = parser.parse_args()
     devices = measure.use_devices(arguments.devices)
     measure.keep_compiled()
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

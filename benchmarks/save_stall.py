@@ -94,14 +94,15 @@ def run(options: dict, datadir: Path, devices: int, saves: int, show) -> dict:
         samples=samples,
         starts=starts,
         ratios={"stall": medians["ours"] / medians["blocking"], "beside": medians["beside"] / medians["alone"]}
+        | {"cost": (medians["ours"] + medians["beside"] - medians["alone"]) / medians["blocking"]}
         | {"start": {count: second / first for count, (first, second) in starts.items()}},
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--json", type=measure.writable, help="write the results here")
+    parser.add_argument("--saves", type=measure.positive, default=5)
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
     parser.add_argument("--datadir", type=Path, default=measure.DATA)
@@ -122,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

@@ -167,13 +167,11 @@ def run(options: dict, datadir: Path, counts: list[int], local_batch: int, repea
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, repeats=3)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--local-batch", type=int, default=2)
+    parser.add_argument("--counts", type=measure.positive, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--local-batch", type=measure.positive, default=2)
     parser.add_argument("--link-gbytes", type=float, default=450.0, help="GB/s of a link in each direction")
     arguments = parser.parse_args()
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", max(arguments.counts))
+    measure.start_devices(max(arguments.counts))
     measure.keep_compiled()
     chosen = (arguments.counts, arguments.local_batch, arguments.repeats, arguments.link_gbytes)
     found = run(options_of(arguments), arguments.datadir, *chosen, measure.show)
@@ -185,4 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

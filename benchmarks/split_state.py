@@ -4,7 +4,7 @@
 
 One step of pmap, of the replicated step and of the split one, with AdamW and with full Muon, in turns in one process; then the split
 Muon step with 1 to 16 devices on the same global batch. Beside it what needs no clock: bytes of state on a device, what the compiled
-steps say of their peak, and on paper the operations and bytes of a chip and step at full size. Logical CPU devices share the cores: work
+steps say of their memory, and on paper the operations and bytes of a chip and step at full size. Logical CPU devices share the cores: work
 that every device repeats costs as many times as there are devices, which on real chips it does not; there it takes the time that it takes.
 """
 
@@ -91,10 +91,10 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, counts: list[i
         measure.refuse_unequal_work(options | {"optimizer": optimizer, "shard_state": "data"}, datadir, devices)
     files, configs = find_files(datadir / "train"), make_configs(options, devices)
     held = {name: sum(state_bytes(config).values()) for name, config in configs.items() if not name.startswith("pmap")}
-    programs, peaks = [make_program(name, config, files) for name, config in configs.items()], {}
+    programs, needed = [make_program(name, config, files) for name, config in configs.items()], {}
     for program in programs:
         measure.show(f"compile {program.name}")
-        peaks[program.name] = time_compiling(program)["bytes at most"]
+        needed[program.name] = time_compiling(program)["bytes"]
     samples = time_latency(programs, repeats)
     del programs
     of_counts = {count: Config(**options | {"optimizer": "muon", "shard_state": "data"}, **measure.parallel(count)) for count in counts}
@@ -106,7 +106,7 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, counts: list[i
         ratios=ratios_of(samples),
         growth={"samples": grown, "largest to one device": statistics.median(grown[counts[-1]]) / statistics.median(grown[counts[0]])},
         bytes_held=held,
-        bytes_at_most=peaks,
+        bytes_needed=needed,
         on_paper={"settings": PAPER, "devices": 8, "chip": on_paper(8)},
     )
 
@@ -115,12 +115,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser, repeats=6)
     measure.add_devices(parser)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="devices of the split Muon step on one global batch")
+    parser.add_argument("--counts", type=measure.positive, nargs="+", default=[1, 2, 4, 8, 16], help="devices of the split Muon step on one global batch")
     arguments = parser.parse_args()
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", max(arguments.devices, *arguments.counts))  # where there is no accelerator
-    there = jax.local_device_count()
+    there = measure.start_devices(max(arguments.devices, *arguments.counts))
     devices = arguments.devices or min(measure.LOGICAL_DEVICES, there)
     counts = sorted(count for count in arguments.counts if count <= there)
     found = run(options_of(arguments), arguments.datadir, devices, arguments.repeats, counts)
@@ -132,4 +129,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

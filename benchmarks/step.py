@@ -34,13 +34,11 @@ def time_compiling(contender) -> dict[str, float]:
     jax.block_until_ready(state)
     ran_at = time.perf_counter()
     jax.block_until_ready(contender.call(state, contender.place(contender.batches[0])))
-    memory = compiled.memory_analysis()
     return {
         "lowering": lowered_at - started,
         "compiling": compiled_at - lowered_at,
         "first run": time.perf_counter() - ran_at,
-        "bytes at most": getattr(memory, "peak_memory_in_bytes", None) or None,
-        "bytes of temporaries": getattr(memory, "temp_size_in_bytes", None),
+        "bytes": measure.bytes_of(compiled),
     }
 
 
@@ -171,13 +169,13 @@ def run(options: dict, datadir: Path, devices: int, repeats: int, window: int, s
 
 
 def add_arguments(parser: argparse.ArgumentParser, repeats: int = 10):
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=measure.writable, help="write the result there")
     parser.add_argument("--model-kind", default="b12c192")
     parser.add_argument("--pos-len", type=int, default=19)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=measure.positive, default=16)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--compute-dtype", default="float32")
-    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--repeats", type=measure.positive, default=repeats)
     parser.add_argument("--datadir", type=Path, default=measure.DATA)
 
 
@@ -190,7 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
     measure.add_devices(parser)
-    parser.add_argument("--window", type=int, default=5)
+    parser.add_argument("--window", type=measure.positive, default=5)
     arguments = parser.parse_args()
     devices = measure.use_devices(arguments.devices)
     import jax
@@ -204,4 +202,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

@@ -62,7 +62,7 @@ def measure_one(options: dict, datadir: Path, devices: int, repeats: int, memory
         config = Config(**options, **measure.parallel(devices))
         files = find_files(datadir / "train")
         made = [contenders.make_pmap(config, files, 2), contenders.make_shard_map(config, files, 2)]
-        needs = {contender.name: bytes_of(contender.lower().compile()) for contender in made}
+        needs = {contender.name: measure.bytes_of(contender.lower().compile())["all"] for contender in made}
         if jax.default_backend() == "cpu":  # logical devices share the machine's memory
             needs = {name: devices * count for name, count in needs.items()}
             memory_gib = memory_gib or measure.machine_gib()
@@ -81,12 +81,6 @@ def measure_one(options: dict, datadir: Path, devices: int, repeats: int, memory
         "flops": config.batch_size * training_flops(config.model),
         "muon flops": muon_flops(config) if config.optimizer == "muon" else 0,
     }
-
-
-def bytes_of(compiled) -> int:
-    """Bytes of arguments, outputs and temporaries of one device, by the program's own analysis."""
-    analysis = compiled.memory_analysis()
-    return sum(getattr(analysis, f"{kind}_size_in_bytes") for kind in ("argument", "output", "temp"))
 
 
 def run_apart(options: dict, words: list[str], timeout: float) -> dict[str, Any]:
@@ -139,7 +133,7 @@ def main() -> int:
     add_arguments(parser, repeats=3)
     measure.add_devices(parser)
     parser.add_argument("--model-kinds", nargs="+", default=["b2c32", "b3c96", "b12c192"])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--batch-sizes", type=measure.positive, nargs="+", default=[4, 16])
     parser.add_argument("--muon-settings", nargs="*", default=list(MUON_SETTINGS))
     parser.add_argument("--muon-model-kind", default="b3c96")
     parser.add_argument("--memory-gib", type=float, help="what a program may need; default: the machine's memory, where devices are logical")
@@ -164,4 +158,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure.ended(main))

@@ -85,14 +85,14 @@ def utilisation_lines(result: dict) -> list[str]:
 
 
 def split_table(result: dict) -> str:
-    """A row for each program and optimizer: milliseconds, multiples of pmap's, bytes of state on a device, the peak of the compiled step."""
+    """A row for each program and optimizer: milliseconds, multiples of pmap's, bytes of state on a device, and what the compiled step needs."""
     rows = []
     for name, samples in result["samples"].items():
         pmap = result["samples"]["pmap, " + name.partition(", ")[2]]
-        held, peak = result["bytes_held"].get(name), result["bytes_at_most"][name]
+        held, needed = result["bytes_held"].get(name), result["bytes_needed"][name]
         ratio = f"{statistics.median(samples) / statistics.median(pmap):.2f}"
-        rows.append([name, milliseconds(samples), ratio, f"{held / 1e6:.4g}" if held else "", f"{peak / 1e6:.4g}" if peak else "not told"])
-    return table(["step", "ms (spread)", "of pmap's", "MB of state on a device", "MB at the peak"], rows)
+        rows.append([name, milliseconds(samples), ratio, f"{held / 1e6:.4g}" if held else "", *(f"{needed[kind] / 1e6:.4g}" for kind in ("all", "temporaries"))])
+    return table(["step", "ms (spread)", "of pmap's", "MB of state on a device", "MB the step needs there", "temporaries of them"], rows)
 
 
 def split_lines(result: dict) -> list[str]:

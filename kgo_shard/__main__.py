@@ -419,9 +419,10 @@ def run_certificate(arguments, argv) -> int:
     from .diff import certificate, fault_matrix
     from .diff.faults import choose
 
-    faults = choose(arguments.faults, "--faults")
+    shard_state = getattr(arguments, "shard_state", "none")
+    faults = choose(arguments.faults, "--faults", shard_state)
     start_devices(max(arguments.devices, fault_matrix.DEVICES))
-    return certificate.certify(arguments.report, make_tape(arguments), faults, fault_input(), make_console())
+    return certificate.certify(arguments.report, make_tape(arguments), faults, fault_input(shard_state), make_console())
 
 
 def run_noise(arguments, argv) -> int:

@@ -195,6 +195,7 @@ def audit(rows9, devices=8, **options) -> SplitAudit:
     ("devices", "options"),
     [
         (8, {"compute_dtype": "bfloat16"}),
+        (1, MUON | {"log_grad_norm": True}),
         pytest.param(6, MUON | {"log_grad_norm": True, "stack_blocks": True, "objective": "global"}, marks=pytest.mark.long),
         pytest.param(16, MUON | {"muon_target": "attn", "fuse_projections": True, "param_dtype": "bfloat16"}, marks=pytest.mark.long),
     ],

@@ -10,7 +10,7 @@ from rich.progress import Progress
 from ..batches import read_packed_batches
 from ..config import Config
 from ..state import init_state
-from . import audit, collectives, compare, demo, fault_matrix, ledger, noise, report, run, shard_side
+from . import audit, collectives, compare, demo, fault_matrix, ledger, noise, report, run, shard_side, split_audit
 from .trace import Tape
 
 
@@ -45,13 +45,17 @@ def certify(folder: Path, tape: Tape, faults: Sequence[str], fault_input: tuple,
         floor = noise.measure(tape, probed, run.record_shown(probed, tape, progress), progress)
         add(noise.noise_section(floor, parity), True)
         add(ledger.ledger_section(config), True)
-        counted = collectives.audit(tape)
-        for section, form in zip(collectives.sections(counted), counted.values(), strict=True):
-            add(section, form.equal)
+        if config.splits_state:
+            split = split_audit.audit_split(tape)
+            add(split_audit.section(split), split.explained)
+        else:
+            counted = collectives.audit(tape)
+            for section, form in zip(collectives.sections(counted), counted.values(), strict=True):
+                add(section, form.equal)
 
         task = progress.add_task("gradient of every loss term on one device and on all", total=None)
         batch = next(read_packed_batches(tape.files, config.replace(symmetry_type="none"), config.seed))
-        found = audit.objective_ledger(config, batch, init_state)
+        found = audit.objective_ledger(config.replace(shard_state="none"), batch, init_state)  # the loss is the same, however its state lies
         progress.remove_task(task)
         add(audit.ledger_section(found), all(found.differs(name) == [] for name in found.audits if name.startswith("global")))
 

@@ -33,6 +33,8 @@ def foretell(config: Config) -> dict[str, Counter[Collective]]:
     found: dict[str, Counter[Collective]] = {reason: Counter() for reason in (SCATTER, GATHER, MUON, NORM, NORM_SUMS)}
 
     def add(reason, kind, dtype, elements, count=1):
+        if kind == "all_to_all" and devices == 1:
+            return  # JAX asks for none
         found.setdefault(reason, Counter())[Collective(kind, SHORT.get(str(dtype), str(dtype)), elements, devices)] += count
 
     leaves = list(zip(*map(jax.tree.leaves, (net, shares.num_layers(net), matrices(net), rule_labels(net, config))), strict=True))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kgo_shard.__main__ import SAMPLE, SAMPLE_OPTIONS
 from kgo_shard.batches import find_files
-from kgo_shard.diff import audit, certificate, collectives, compare, report
+from kgo_shard.diff import audit, certificate, collectives, compare, report, split_audit
 from kgo_shard.diff.trace import Tape
 
 ONE = collectives.Collective("all_reduce", "f32", 6, 8)
@@ -32,7 +32,7 @@ def finding(name, apart=1e-8):
 def certify(monkeypatch, tmp_path, capsys):
     """certify(**changes) -> (exit code, report.json, report.html); the changes are the parts' results."""
 
-    def certify(new=None, losses=(1.0, 2.0), found=None, ledger=None, faults=()):
+    def certify(new=None, losses=(1.0, 2.0), found=None, ledger=None, faults=(), split=None):
         traces = {"old": trace(), "new": trace() if new is None else new}
         monkeypatch.setattr(certificate.run, "old_stack", lambda: SimpleNamespace(make_side=lambda tape, probe_only=False: SimpleNamespace(name="old")))
         monkeypatch.setattr(certificate.shard_side, "make_side", lambda tape: SimpleNamespace(name="new"))
@@ -44,11 +44,13 @@ def certify(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(certificate.noise, "measure", lambda tape, side, plain, progress: {"perturbed": noisy, "reordered": noisy})
         counted = {"lowered": collectives.Audit(Counter({ONE: 2}), Counter({ONE: 2})), "compiled": found or collectives.Audit(Counter({ONE: 1}), Counter({ONE: 1}))}
         monkeypatch.setattr(certificate.collectives, "audit", lambda tape: counted)
+        monkeypatch.setattr(certificate.split_audit, "audit_split", lambda tape: split)
         names = ("cold", "warm", "global, cold", "global, warm")
         made = audit.Ledger(ledger or {name: finding(name) for name in names})
-        monkeypatch.setattr(certificate.audit, "objective_ledger", lambda config, batch, load: made)
+        monkeypatch.setattr(certificate.audit, "objective_ledger", lambda config, batch, load: made if config.shard_state == "none" else None)
         monkeypatch.setattr(certificate.fault_matrix, "run_faults", lambda *arguments: iter(faults))
-        tape = Tape(SAMPLE_OPTIONS, find_files(SAMPLE / "train"), 1)
+        options = {"shard_state": "data", "data_parallel": True, "data_parallel_devices": 8} if split else {}
+        tape = Tape(SAMPLE_OPTIONS | options, find_files(SAMPLE / "train"), 1)
         code = certificate.certify(tmp_path, tape, [], ({}, [], []), Console())
         return code, json.loads((tmp_path / "report.json").read_text()), (tmp_path / "report.html").read_text()
 
@@ -76,6 +78,14 @@ def test_every_part_is_on_the_page(certify):
 def test_one_failed_part_fails_the_whole(certify, changes, part):
     code, content, _ = certify(**changes)
     assert code == 1 and content["verdict"].startswith("FAILED") and part in content["verdict"]
+
+
+@pytest.mark.parametrize(("found", "code"), [(Counter({ONE: 2}), 0), (Counter({ONE: 3}), 1)])
+def test_a_split_states_collectives_are_those_that_were_foretold(certify, found, code):
+    foretold = {split_audit.SCATTER: Counter({ONE: 1}), split_audit.GATHER: Counter({ONE: 1})}
+    ended, content, _ = certify(losses=(2.0, 2.0), split=split_audit.SplitAudit(foretold, found, Counter()))
+    verdicts = {section["title"]: section["verdict"] for section in content["sections"]}
+    assert ended == code and verdicts["Collectives of the step with split state"].startswith("UNEXPLAINED" if code else "EXPLAINED")
 
 
 def test_the_picture_of_errors_needs_a_reference():

@@ -1,5 +1,6 @@
 """The benchmarks' formulas, by numbers worked out by hand; their committed results keep to what is claimed."""
 
+import argparse
 import json
 import shutil
 import statistics
@@ -169,9 +170,36 @@ def test_rows_of_a_sweep_are_sorted_and_those_that_did_not_run_come_last():
 
 
 def test_goals_are_named_reached_or_not():
-    found = {"step-adamw": {"ratios": {"latency": {"shard_map": 1.01}}},
+    latency = {"pmap": [1.0, 1.02], "shard_map": [1.01, 1.01]}
+    samples = {name: {"latency": [{"whole": one} for one in times], "rate": [2 * one for one in times]} for name, times in latency.items()}
+    samples["shard_map"]["rate"] = [2.1, 2.2]
+    found = {"step-adamw": {"ratios": {"latency": {"shard_map": 1.0}, "rate": {"shard_map": 1.06}}, "samples": samples},
              "input": {"ratios": {"with history and symmetry, host": 5.0, "with history and symmetry, finished": 3.9}, "bytes_a_row": {"ours": 5900.0}}}  # fmt: skip
-    assert ["not" not in line for line in draw.goals(found)] == [False, True, False, True]
+    assert [line.rpartition(": ")[2].strip("*") for line in draw.goals(found)] == ["the goal lies within the interval", "not reached", "reached", "not reached", "reached"]
+
+
+def test_the_interval_of_a_ratio_is_that_of_its_medians():
+    same, twice = [1.0, 1.1, 0.9, 1.05, 0.95], [2.0, 2.2, 1.8, 2.1, 1.9]
+    low, high = measure.ratio_interval(twice, same)
+    assert 1.6 < low < 2 < high < 2.5 and measure.ratio_interval([3.0] * 4, [2.0] * 4) == (1.5, 1.5)
+
+
+def test_a_benchmark_refuses_before_the_work(tmp_path, capsys):
+    for text in ("0", "-1", "1.5", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="whole number from 1 on"):
+            measure.positive(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
+        measure.writable("/proc/nope/x.json")
+    assert measure.positive("3") == 3 and measure.writable(str(tmp_path / "a" / "b.json")).parent.is_dir() and not (tmp_path / "a" / "b.json").exists()
+    for count in (-1, 100000):
+        with pytest.raises(SystemExit, match="1 to 512"):
+            measure.start_devices(count)
+
+    def refused():
+        raise measure.UnequalWork("unlike\nlines")
+
+    assert measure.ended(refused) == 2 and capsys.readouterr().err == "error: unlike lines\n"
+    assert measure.ended(lambda: 0) == 0
 
 
 def test_the_section_is_drawn_between_the_markers_only(tmp_path, monkeypatch, capsys):
@@ -184,6 +212,9 @@ def test_the_section_is_drawn_between_the_markers_only(tmp_path, monkeypatch, ca
     text = readme.read_text()
     assert text.startswith(f"before\n{draw.BEGIN}\n- ") and text.endswith(f"{draw.END}\nafter\n") and "old" not in text.split()
     assert "**Saving** (b12c192" in text and "**Comparing** (b12c192" in text
+    monkeypatch.setattr(sys, "argv", ["draw", "--results", str(tmp_path / "nothing"), "--readme", str(readme)])
+    assert draw.main() == 2 and "no results" in capsys.readouterr().err and readme.read_text() == text
+    monkeypatch.setattr(sys, "argv", ["draw", "--results", str(tmp_path), "--readme", str(readme)])
     readme.write_text("no markers")
     assert draw.main() == 2 and "has no" in capsys.readouterr().err
     assert draw.BEGIN in (RESULTS.parents[1] / "README.md").read_text()
