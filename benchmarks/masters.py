@@ -2,7 +2,7 @@
 
     python -m benchmarks.masters [--json FILE] [--samples 16384] [--seeds 3] [--lr 2e-4] [--optimizer muon] ...
 
-Three runs for each seed, same start, same batches: parameters in float32; all seven dtypes bfloat16, as the original's single-chip profile
+Three runs for each seed, same start, same batches, the state of each split over the devices: parameters in float32; all seven dtypes bfloat16, as the original's single-chip profile
 has them; the same with --master-dtype float32. Two figures of each: the share of stored parameters that a step leaves exactly as they were
 (a bfloat16 number has 8 bits: an update below half of the last one is rounded away), averaged over the steps looked at, and the validation
 loss after a fixed number of samples. `mended` is the share of the loss's excess over the float32 run that the master copies take away.
@@ -20,7 +20,7 @@ from .step import add_arguments, options_of
 LOW = dict.fromkeys(
     ("param_dtype", "opt_state_dtype", "opt_update_dtype", "activation_dtype", "rope_dtype", "ffn_mul_dtype", "attention_logits_dtype"), "bfloat16"
 )
-RUNS = {"float32": {}, "bfloat16": LOW, "bfloat16, masters": LOW | {"master_dtype": "float32", "shard_state": "data"}}
+RUNS = {"float32": {}, "bfloat16": LOW, "bfloat16, masters": LOW | {"master_dtype": "float32"}}
 
 
 def unmoved(before: dict, after: dict) -> float:
@@ -53,7 +53,7 @@ def run(options: dict, datadir: Path, devices: int, seeds: int, samples: int, sh
     files, validation = find_files(datadir / "train"), find_files(datadir / "val")
     steps = samples // options["batch_size"]
     sides = {
-        name: make_side(name, kgo_shard, read_packed_batches, Config(**options | extra, **measure.parallel(devices)), validation)
+        name: make_side(name, kgo_shard, read_packed_batches, Config(**options | extra, **measure.parallel(devices), shard_state="data"), validation)
         for name, extra in RUNS.items()
     }
     found: dict[str, list[dict]] = {name: [] for name in sides}
