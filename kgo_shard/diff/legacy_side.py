@@ -15,17 +15,20 @@ from legacy_pmap.train import VALIDATION_SEED, epoch_chunks
 from .trace import Side, Tape
 
 
-def old_config(options: dict[str, Any]) -> legacy_pmap.Config:
-    """The old stack's options of the same run; it holds the whole state on every device, however the new one splits it.
+OF_THE_NEW_SIDE_ALONE = {"master_dtype": "param", "objective": "replica"}  # options that change the numbers, and how the old stack is
 
-    Raises ValueError for master copies, which it does not have.
-    """
-    if options.get("master_dtype", "param") != "param":
-        raise ValueError(
-            f"master_dtype {options['master_dtype']}: the old stack has no master copies, so there is nothing to compare: leave it out "
-            "(record and replay in exact mode with --side new need no old stack)"
-        )
-    return legacy_pmap.Config(**{name: value for name, value in options.items() if name not in ("shard_state", "master_dtype")})
+
+def old_config(options: dict[str, Any]) -> legacy_pmap.Config:
+    """The old stack's options of the same run; what only the new one has and does not change the numbers is left out (how the state is
+    split, how many checkpoints are kept). ValueError for what does change them."""
+    for name, value in OF_THE_NEW_SIDE_ALONE.items():
+        if options.get(name, value) != value:
+            raise ValueError(
+                f"{name} {options[name]}: the old stack has only {value}, so there is nothing to compare: leave it out "
+                "(record and replay in exact mode with --side new need no old stack)"
+            )
+    known = {field.name for field in dataclasses.fields(legacy_pmap.Config)}
+    return legacy_pmap.Config(**{name: value for name, value in options.items() if name in known})
 
 
 def make_side(tape: Tape, probe_only: bool = False) -> Side:

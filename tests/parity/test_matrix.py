@@ -19,9 +19,7 @@ LONG = (
     ("16x4xclip", 5),
     ("muon-scanned-float32-4-4", 4),
     ("muon-stacked-computebf16-one-1", 2),
-    ("none-scanned-updatebf16-one-4", 4),
     ("sgd-list-float32-8-1", 2),
-    ("muon-apart-list", 4),  # a call of 3 steps and one of 1
     ("split-muon-stacked-6", 4),
 )
 SUBSET = SHORT + LONG
