@@ -2,7 +2,7 @@
 
     python -m benchmarks [--only step-adamw ...] [--results FOLDER] [--readme FILE] [options that all of the named scripts have]
 
-About 25 minutes on two quiet cores; on an accelerator the same command takes all devices there are. Each question runs in a process of
+About 40 minutes on two quiet cores; on an accelerator the same command takes all devices there are. Each question runs in a process of
 its own; a question that fails is named and the others still run.
 """
 
@@ -16,7 +16,7 @@ from . import measure
 QUESTIONS = {
     "step-adamw": ("step", ["--optimizer", "adamw", "--repeats", "15", "--window", "3"]),
     "step-muon": ("step", ["--optimizer", "muon", "--repeats", "6", "--window", "2"]),
-    "split_state": ("split_state", ["--repeats", "5"]),
+    "split_state": ("split_state", ["--repeats", "12"]),
     "masters": ("masters", []),
     "input": ("input", []),
     "scaling": ("scaling", []),

@@ -127,13 +127,16 @@ def time_calls(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, l
     return samples
 
 
-def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """90 % of the ratio of medians, from 2,000 draws with replacement of each side's samples (percentile bootstrap, Efron 1979)."""
+def interval(figure: Callable[..., float], *samples: list[float]) -> tuple[float, float]:
+    """90 % of `figure(median, ...)`, from 2,000 draws with replacement of each list of samples (percentile bootstrap, Efron 1979)."""
     draws = random.Random(0)
-    ratios = sorted(
-        statistics.median(draws.choices(ours, k=len(ours))) / statistics.median(draws.choices(theirs, k=len(theirs))) for _ in range(2000)
-    )
-    return ratios[100], ratios[-101]
+    figures = sorted(figure(*(statistics.median(draws.choices(one, k=len(one))) for one in samples)) for _ in range(2000))
+    return figures[100], figures[-101]
+
+
+def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Of the ratio of medians."""
+    return interval(lambda a, b: a / b, ours, theirs)
 
 
 def bytes_of(compiled) -> dict[str, int]:

@@ -32,6 +32,7 @@ class Tables(NamedTuple):
     score_offsets: Float[Array, " S"]  # the score that each bucket stands for
 
 
+@functools.cache
 def make_tables(config: ModelConfig) -> Tables:
     """Rotary angles [row * f, column * f] with f = 1 / 100^((0, 2, 4, ...) / (D/2)), and the score of every bucket."""
     half = config.head_size // 2

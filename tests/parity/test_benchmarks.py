@@ -182,6 +182,7 @@ def test_the_interval_of_a_ratio_is_that_of_its_medians():
     same, twice = [1.0, 1.1, 0.9, 1.05, 0.95], [2.0, 2.2, 1.8, 2.1, 1.9]
     low, high = measure.ratio_interval(twice, same)
     assert 1.6 < low < 2 < high < 2.5 and measure.ratio_interval([3.0] * 4, [2.0] * 4) == (1.5, 1.5)
+    assert measure.interval(lambda a, b, c: a + b - c, [1.0], [5.0, 5.0], [2.0]) == (4, 4)
 
 
 def test_a_benchmark_refuses_before_the_work(tmp_path, capsys):
