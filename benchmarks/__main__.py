@@ -7,6 +7,7 @@ its own; a question that fails is named and the others still run.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,11 @@ QUESTIONS = {
 }
 
 
+# glibc gives a large block back to the system when it is freed and takes new pages, which the system must clear, at the next call: whether
+# a timed call meets that is chance (attention alone: 27 or 110 ms). With these it keeps them, for every program that is timed.
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=2"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
@@ -45,7 +51,7 @@ def main() -> int:
         script, words = QUESTIONS[name]
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{script}", *words, *others, "--json", str(arguments.results / f"{name}.json")]
-        if subprocess.run(command, check=False).returncode:
+        if subprocess.run(command, env={"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ, check=False).returncode:
             failed.append(name)
     if failed:  # an older result of the question would be drawn as if it were this run's
         print(f"failed: {', '.join(failed)}: nothing is drawn; python -m benchmarks.draw draws what is in {arguments.results}")

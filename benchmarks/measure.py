@@ -157,7 +157,7 @@ def result(question: str, settings: dict[str, Any], **content) -> dict[str, Any]
     """The start of a result: question, date, machine and versions, settings; then what was measured."""
     from kgo_shard.diff import report
 
-    facts = report.environment_facts() | {"memory": f"{machine_gib():.0f} GiB"}
+    facts = report.environment_facts() | {"memory": f"{machine_gib():.0f} GiB", "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "not set")}
     return {"question": question, "date": datetime.date.today().isoformat(), "environment": facts, "settings": settings} | content
 
 
