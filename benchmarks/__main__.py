@@ -30,8 +30,9 @@ QUESTIONS = {
 
 
 # glibc gives a large block back to the system when it is freed and takes new pages, which the system must clear, at the next call: whether
-# a timed call meets that is chance (attention alone: 27 or 110 ms). With these it keeps them, for every program that is timed.
-KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=2"
+# a timed call meets that is chance (attention alone: 27 or 110 ms). With these it keeps them, for every program that is timed; in one
+# arena, because the others cannot hold such blocks.
+KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
 def main() -> int:
