@@ -29,10 +29,12 @@ QUESTIONS = {
 }
 
 
-# glibc gives a large block back to the system when it is freed and takes new pages, which the system must clear, at the next call: whether
-# a timed call meets that is chance (attention alone: 27 or 110 ms). With these it keeps them, for every program that is timed; in one
-# arena, because the others cannot hold such blocks.
-KEEP_MEMORY = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
+# glibc gives blocks of some MB back to the system when they are freed, or keeps them, as it happens; new pages have to be cleared, and a
+# small part of a step waits for that or does not (attention alone: 27 or 110 ms). Here it keeps them, in one arena, which can. A whole step
+# needs blocks so large that they are always given back: it runs as users run it.
+KEEP_MEMORY = {
+    "components": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1",
+}
 
 
 def main() -> int:
@@ -52,7 +54,8 @@ def main() -> int:
         script, words = QUESTIONS[name]
         print(f"== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{script}", *words, *others, "--json", str(arguments.results / f"{name}.json")]
-        if subprocess.run(command, env={"GLIBC_TUNABLES": KEEP_MEMORY} | os.environ, check=False).returncode:
+        environment = ({"GLIBC_TUNABLES": KEEP_MEMORY[name]} if name in KEEP_MEMORY else {}) | os.environ
+        if subprocess.run(command, env=environment, check=False).returncode:
             failed.append(name)
     if failed:  # an older result of the question would be drawn as if it were this run's
         print(f"failed: {', '.join(failed)}: nothing is drawn; python -m benchmarks.draw draws what is in {arguments.results}")
