@@ -47,7 +47,7 @@ DERIVED = {
     "train": {"config", "log", "show", "name", "data", "train_files", "val_files", "_", "state", "step", "evaluate", "chunks", "chunk", "metrics",
               "done", "keeper", "stop", "stopped", "entered", "command", "memory", "steps_before", "error", "figures", "line", "validate_now", "save_now"},
     "training_chunks": {"files", "config", "current", "chunk"},
-    "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image", "error"},
+    "read_packed_batches": {"files", "config", "seed", "images", "num_read", "largest", "batch", "image"},
 }  # fmt: skip
 
 
