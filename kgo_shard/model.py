@@ -208,7 +208,6 @@ class Net(eqx.Module):
         if self.config.scanned:
             x, _ = jax.lax.scan(lambda x, block: (run(x, block), None), x, self.blocks)
         else:
-            run = jax.jit(run)  # traced once for all layers; the compiler sees the same operations
             for block in unstack(self.blocks, self.config.num_layers) if self.config.stacked else self.blocks:
                 x = run(x, block)
         return self.norm(x)
