@@ -208,6 +208,7 @@ class Net(eqx.Module):
         if self.config.scanned:
             x, _ = jax.lax.scan(lambda x, block: (run(x, block), None), x, self.blocks)
         else:
+            # Not one jitted block that all layers call, though it is traced faster: across a call XLA rounds bfloat16 otherwise.
             for block in unstack(self.blocks, self.config.num_layers) if self.config.stacked else self.blocks:
                 x = run(x, block)
         return self.norm(x)
