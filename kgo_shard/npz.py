@@ -40,9 +40,10 @@ def load_rows(path: str | Path, pos_len: int, allow_nonfull_mask: bool = False) 
     path = Path(path)
     with _opened(path) as archive:
         headers = _checked_headers(path, archive, pos_len)
-        with ThreadPoolExecutor(len(headers)) as threads:  # they inflate side by side
-            arrays = threads.map(lambda key: _read_array(path, archive, key, headers[key]), headers)
-            rows = dict(zip(headers, arrays, strict=True))
+        entries = {key: _read_entry(path, archive, key) for key in headers}
+    with ThreadPoolExecutor(len(headers)) as threads:  # they inflate side by side
+        arrays = threads.map(lambda key: _make_array(path, key, headers[key], *entries.pop(key)), headers)
+        rows = dict(zip(headers, arrays, strict=True))
     rows[layout.POLICY] = rows[layout.POLICY][:, : layout.NUM_POLICY_TARGETS]
     for key, array in rows.items():
         _check_finite(path, key, array)
@@ -137,31 +138,35 @@ def _read_header(path: Path, archive: zipfile.ZipFile, key: str) -> Header:
 
 def _read_array(path: Path, archive: zipfile.ZipFile, key: str, header: Header) -> np.ndarray:
     """One array whose header was checked; read-only."""
-    size = header.start + math.prod(header.shape) * header.dtype.itemsize
+    return _make_array(path, key, header, *_read_entry(path, archive, key))
+
+
+def _read_entry(path: Path, archive: zipfile.ZipFile, key: str) -> tuple[zipfile.ZipInfo, bytes]:
+    """An array's entry as it lies in the file: still deflated, if it is. Of one thread alone: since Python 3.12 zipfile loses its place
+    where two open entries."""
     try:
-        entry = _read_entry(archive, archive.getinfo(key + ".npy"), size)
-        return np.ndarray(header.shape, header.dtype, entry, header.start, order="F" if header.columns_first else "C")
+        info = archive.getinfo(key + ".npy")
+        as_it_lies = copy.copy(info)
+        if info.compress_type == zipfile.ZIP_DEFLATED:
+            as_it_lies.compress_type, as_it_lies.file_size, as_it_lies.CRC = zipfile.ZIP_STORED, info.compress_size, None
+        with archive.open(as_it_lies) as file:
+            entry = file.read(as_it_lies.file_size)
+            file.read(1)  # the end of the entry: its checksum is looked at only there
+        return info, entry
     except Exception as error:
         raise _damaged(path, error, key) from None
 
 
-def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, size: int) -> bytes:
-    """An entry of `size` bytes in one piece, so that other threads run while it is inflated: by ISA-L, in a third of zlib's time.
-
-    Raises zipfile.BadZipFile where its checksum is another.
-    """
-    if info.compress_type != zipfile.ZIP_DEFLATED:
-        with archive.open(info) as file:
-            entry = file.read(size)
-            file.read(1)  # the end of the entry: its checksum is looked at only there
-        return entry
-    deflated = copy.copy(info)  # as if its bytes were stored as they are
-    deflated.compress_type, deflated.file_size, deflated.CRC = zipfile.ZIP_STORED, info.compress_size, None
-    with archive.open(deflated) as file:
-        entry = isal_zlib.decompressobj(wbits=-15).decompress(file.read(), size)  # raw, and never more than was promised
-    if isal_zlib.crc32(entry) != info.CRC:
-        raise zipfile.BadZipFile(f"bad checksum of {info.filename}")
-    return entry
+def _make_array(path: Path, key: str, header: Header, info: zipfile.ZipInfo, entry: bytes) -> np.ndarray:
+    """The array of an entry. Inflated by ISA-L, in a third of zlib's time, while other threads run; never to more than its header promised."""
+    try:
+        if info.compress_type == zipfile.ZIP_DEFLATED:
+            entry = isal_zlib.decompressobj(wbits=-15).decompress(entry, info.file_size)
+            if isal_zlib.crc32(entry) != info.CRC:
+                raise zipfile.BadZipFile(f"bad checksum of {info.filename}")
+        return np.ndarray(header.shape, header.dtype, entry, header.start, order="F" if header.columns_first else "C")
+    except Exception as error:
+        raise _damaged(path, error, key) from None
 
 
 def _check_shape(path: Path, key: str, shape: tuple[int, ...], row_shape: tuple[int, ...]):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import threading
 import zipfile
 
 import numpy as np
@@ -76,6 +77,30 @@ def test_arrays_that_were_stored_column_by_column_have_the_same_numbers(write, s
     rows = load_rows(write(**{key: np.asfortranarray(value) for key, value in six_rows.items()}), 9)
     for key, value in rows.items():
         np.testing.assert_array_equal(value, six_rows[key])
+
+
+def test_an_archive_is_read_by_one_thread_alone(write, monkeypatch):
+    """Since Python 3.12 two threads that open entries of one ZipFile can read each other's bytes."""
+    threads, opened = set(), zipfile.ZipFile.open
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *arguments, **more: threads.add(threading.get_ident()) or opened(*arguments, **more))
+    load_rows(write(), 9)
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_every_compression_holds_the_same_rows_and_a_checksum(tmp_path, write, method):
+    plain = write()
+    expected, path = load_rows(plain, 9), tmp_path / "packed.npz"
+    with zipfile.ZipFile(plain) as stored, zipfile.ZipFile(path, "w", method) as packed:
+        for name in stored.namelist():
+            packed.writestr(name, stored.read(name))
+    for key, value in load_rows(path, 9).items():
+        np.testing.assert_array_equal(value, expected[key])
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as packed:
+        checksum = packed.getinfo(f"{VALUES}.npy").CRC.to_bytes(4, "little")
+    path.write_bytes(whole.replace(checksum, bytes(4)))
+    assert VALUES in refusal(path)
 
 
 def test_targets_may_have_more_or_just_enough_columns(write, six_rows):
